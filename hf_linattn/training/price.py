@@ -35,7 +35,6 @@ from hf_linattn.training.finetuning import (
 )
 from hf_linattn.training.memory_limits import gigabytes, is_out_of_memory, size_said, what_helps
 from hf_linattn.training.not_finite import NotFiniteError
-from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.random_states import kept_random_states
 from hf_linattn.training.stages import Stage, TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
@@ -232,7 +231,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
     watch = StepWatch(run.arguments.training.device)
-    with _trainer(run, plan, model, teacher, watch) as trainer, float32_masters(model):  # as in the training itself
+    with _trainer(run, plan, model, teacher, watch) as trainer, trainer.masters():  # as in the training itself
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
         state = sum(3 * p.nbytes for p in model.parameters() if p.requires_grad)  # gradients and two moments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from hf_linattn.training.losses.kept_logits import likeliest
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
-from hf_linattn.training.parameter_groups import group_parameters
+from hf_linattn.training.parameter_groups import float32_masters, group_parameters
 from hf_linattn.training.progress import Progress, StepBar
 from hf_linattn.training.task import task_of
 
@@ -101,6 +101,15 @@ class RecoveryTrainer(Trainer):
             )
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    @property
+    def shards(self) -> bool:
+        """Whether each process holds a part of every parameter (FSDP, DeepSpeed)."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def masters(self) -> AbstractContextManager[None]:
+        """Train small parameters in float32, see `float32_masters`; not where those of a layer are sharded as one."""
+        return nullcontext() if self.shards else float32_masters(self.model)
+
         """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)

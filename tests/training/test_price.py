@@ -119,6 +119,25 @@ def test_models_are_loaded_whole_after_a_trainer_under_zero3(material, tmp_path,
         assert not is_deepspeed_zero3_enabled(), module
 
 
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_plan_trains_in_the_dtypes_of_the_training(material, tmp_path, monkeypatch, shards):
+    """FSDP shards the parameters of a layer as one, so none of them may have a copy in float32."""
+    given = flags(material, tmp_path / "out", plan_steps=2, control="none", dtype="bfloat16", lora_rank=None)
+    run, seen = prepare(parse_arguments(given, DISTILLATION)), []
+    stage = next(stage for stage in stages_of(run.arguments) if stage.name == "recovered_training")
+
+    def look(trainer, model, *arguments, **options):
+        seen.append({p.dtype for p in model.parameters() if p.requires_grad})
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(price.RecoveryTrainer, "shards", shards)
+    monkeypatch.setattr(price.RecoveryTrainer, "compute_loss", look)
+    for train in (lambda: price_of_stage(run, stage, 1), lambda: stage.run(run)):
+        with pytest.raises(ZeroDivisionError):
+            train()
+    assert seen == 2 * [{torch.bfloat16} if shards else {torch.bfloat16, torch.float32}]
+
+
 def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):
     given = ["--model_name_or_path", "m", "--mechanism", "linear", "--output_dir", str(tmp_path)]
     for anew in (False, True):

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.architecture import root_model
 from hf_linattn.errors import OptionError
+from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.finetuning import fine_tune, rehearse
@@ -134,6 +135,30 @@ def test_a_model_that_cannot_compute_activations_anew_is_refused_by_name(tmp_pat
     with pytest.raises(OptionError, match=r"_checkpointing=True: .*GPT2LMHeadModel cannot"):
         rehearse(stage, lambda: model, data, training, learning_rate=1e-3, max_steps=2)
     rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2)
+
+
+def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tmp_path, monkeypatch):
+    real = finetuning.RecoveryTrainer
+
+    def sharding(*arguments):
+        made = real(*arguments)
+        made.is_fsdp_enabled = True
+        return made
+
+    def trained(name, dtype):
+        model = patch_model(make_model("gpt2").to(dtype), name)
+        rehearse("x", lambda: add_adapters(model, rank=2), make_data(model), training, learning_rate=1, max_steps=2)
+
+    training = make_training(tmp_path)
+    trained("hedgehog", torch.bfloat16)
+    monkeypatch.setattr(finetuning, "RecoveryTrainer", sharding)
+    with pytest.raises(OptionError, match=r"stage x trains parameters in bfloat16 and float32, .* give bf16 true"):
+        trained("hedgehog", torch.bfloat16)
+    trained("hedgehog", torch.float32)
+    trained("linear", torch.bfloat16)  # which has none of its own
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    training = make_training(tmp_path, bf16=True)
+    trained("hedgehog", torch.bfloat16)
 
 
 class Losses(TrainerCallback):
