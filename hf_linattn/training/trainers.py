@@ -119,7 +119,9 @@ class RecoveryTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, with the learning rates of this training: a checkpoint may have been left with others."""
-        rates = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        # the schedule is asked first, as DeepSpeed has loaded the optimizer by now
+        rates = getattr(scheduler, "base_lrs", None) or initial_rates(self.optimizer)
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
         except ValueError as error:
@@ -128,12 +130,11 @@ class RecoveryTrainer(Trainer):
                 f" of another version ({one_line(error)}); delete this folder, and the stage begins anew"
             ) from error
         groups = self.optimizer.param_groups  # others, as loading makes them anew
-        found = [group.get("initial_lr", group["lr"]) for group in groups]
+        found = initial_rates(self.optimizer)
         if checkpoint is None or found == rates:
             return
         for group, before, rate in zip(groups, found, rates, strict=True):
             group["lr"], group["initial_lr"] = group["lr"] * (rate / before if before else 1.0), rate
-        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs, scheduler._last_lr = rates, [group["lr"] for group in groups]
 
@@ -362,3 +363,8 @@ class RecoveryTrainer(Trainer):
             logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
         )
         return self._mean(total, (wanted != IGNORED_LABEL).sum(), counted)
+
+
+def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates that the groups of an optimizer had before any schedule."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
