@@ -22,7 +22,7 @@ from hf_linattn.architecture import root_model
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.reading import one_line
-from hf_linattn.training.classification import SequenceClassification, weighted_loss
+from hf_linattn.training.classification import Regression, SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import (
     chunk_rows,
@@ -79,6 +79,7 @@ class RecoveryTrainer(Trainer):
         self.has_ended = False  # before it was resumed: there is no step left to take
         self._broken: Tensor | None = None  # whether a loss of the step so far is not finite
         self._losses: list[Tensor] = []  # of an evaluation's batches: the sum, and over how many predictions
+        self._own_loss = isinstance(model, LossModule)  # which has no logits
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -100,7 +101,6 @@ class RecoveryTrainer(Trainer):
                 " fp16, torch_compile, FSDP or DeepSpeed, does not do; leave keep_logits out"
             )
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     @property
     def shards(self) -> bool:
         """Whether each process holds a part of every parameter (FSDP, DeepSpeed)."""
@@ -110,6 +110,7 @@ class RecoveryTrainer(Trainer):
         """Train small parameters in float32, see `float32_masters`; not where those of a layer are sharded as one."""
         return nullcontext() if self.shards else float32_masters(self.model)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
         made = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -226,7 +227,7 @@ class RecoveryTrainer(Trainer):
 
     def _predictions(self, inputs: dict[str, Any]) -> Tensor | int:
         """Return over how many tokens or texts the loss of a batch is a mean."""
-        if isinstance(self.accelerator.unwrap_model(self.model), LossModule):
+        if self._own_loss:
             return len(inputs["input_ids"])
         return (task_of(self.model).predicted(inputs["labels"]) != IGNORED_LABEL).sum()
 
@@ -324,7 +325,7 @@ class RecoveryTrainer(Trainer):
     def _head_of_chunks(self) -> nn.Module | None:
         """Return the projection whose logits are made some positions at a time; None: the model makes them all."""
         other = self.args.torch_compile or self.args.n_gpu > 1 or self.args.fp16  # small gradients need its scaling
-        if other or self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, LossModule):
+        if other or self.shards or self._own_loss:
             return None
         classifies = isinstance(task_of(self.model), SequenceClassification)
         head = None if classifies else separate_head(self.model)
@@ -344,12 +345,15 @@ class RecoveryTrainer(Trainer):
     ) -> Tensor:
         """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
         labels = inputs.get("labels")
-        if labels is None:
+        if labels is None or self._own_loss:
             return loss
         if self.class_weights is not None:
             return weighted_loss(output.logits, labels, self.class_weights, self.smoothing if model.training else 0.0)
         if self.smoothing and model.training:
             return self._smoothed(output.logits, labels, model, counted)
+        task = task_of(model)
+        if isinstance(task, Regression):
+            return task.loss(output.logits, labels)  # before PyTorch 2.12 the model's own has no gradient in bfloat16
         count = torch.as_tensor(self._predictions(inputs), device=loss.device)
         loss = torch.where(count > 0, loss, 0.0)  # the mean of none is no number
         return loss * count / counted if self._averages and counted is not None else loss
