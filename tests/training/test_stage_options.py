@@ -19,6 +19,7 @@ from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arg
 from hf_linattn.training.finetuning import fine_tune, rehearse
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.same_run import training_options
 from hf_linattn.training.task import CLASSIFICATION, TextEncoder, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
@@ -68,6 +69,21 @@ def test_what_no_stage_can_honour_is_refused_with_the_options(flags, message):
     with pytest.raises(OptionError, match=message) as refused:
         parse_arguments([*REQUIRED, "--use_cpu", "True", *flags.split()], DISTILLATION)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_mixed_precision_that_accelerate_was_given_is_an_option_like_others(tmp_path, monkeypatch, has_instructions):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for launched, options in (("bf16", {}), ("no", {"bf16": True}), ("fp16", {"bf16": True})):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        training = make_training(tmp_path, **options)
+        for made in (training, replace(training, max_steps=3)):
+            assert training_options(made)["bf16"] is made.bf16 is has_instructions and not made.fp16
+            assert made.mixed_precision == ("bf16" if has_instructions else "no")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(OptionError, match=r"ACCELERATE_MIXED_PRECISION must be one of no, bf16, fp16, .* got 'fp8'"):
+        make_training(tmp_path)
 
 
 def transfer():
@@ -121,22 +137,6 @@ def test_an_option_that_a_stage_would_die_of_is_found_without_a_step(tmp_path, s
     assert not list(tmp_path.iterdir()) and torch.equal(state, torch.get_rng_state())
 
 
-def test_adapters_that_find_no_module_are_refused_before_any_stage(tmp_path):
-    wrong = lambda: add_adapters(STAGES["control"](), rank=2, target_modules=["absent"])  # noqa: E731
-    with pytest.raises(OptionError, match=r"the stage recovered cannot be set up.*absent"):
-        rehearse("recovered", wrong, None, make_training(tmp_path), learning_rate=1e-3, max_steps=2)
-
-
-@pytest.mark.parametrize("stage", ["control", "recovered"])
-def test_a_model_that_cannot_compute_activations_anew_is_refused_by_name(tmp_path, stage):
-    model = STAGES[stage]()
-    root_model(model).supports_gradient_checkpointing = False
-    training, data = make_training(tmp_path, gradient_checkpointing=True), make_data(make_model("gpt2"))
-    with pytest.raises(OptionError, match=r"_checkpointing=True: .*GPT2LMHeadModel cannot"):
-        rehearse(stage, lambda: model, data, training, learning_rate=1e-3, max_steps=2)
-    rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2)
-
-
 def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tmp_path, monkeypatch):
     real = finetuning.RecoveryTrainer
 
@@ -159,6 +159,22 @@ def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tm
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     training = make_training(tmp_path, bf16=True)
     trained("hedgehog", torch.bfloat16)
+
+
+def test_adapters_that_find_no_module_are_refused_before_any_stage(tmp_path):
+    wrong = lambda: add_adapters(STAGES["control"](), rank=2, target_modules=["absent"])  # noqa: E731
+    with pytest.raises(OptionError, match=r"the stage recovered cannot be set up.*absent"):
+        rehearse("recovered", wrong, None, make_training(tmp_path), learning_rate=1e-3, max_steps=2)
+
+
+@pytest.mark.parametrize("stage", ["control", "recovered"])
+def test_a_model_that_cannot_compute_activations_anew_is_refused_by_name(tmp_path, stage):
+    model = STAGES[stage]()
+    root_model(model).supports_gradient_checkpointing = False
+    training, data = make_training(tmp_path, gradient_checkpointing=True), make_data(make_model("gpt2"))
+    with pytest.raises(OptionError, match=r"_checkpointing=True: .*GPT2LMHeadModel cannot"):
+        rehearse(stage, lambda: model, data, training, learning_rate=1e-3, max_steps=2)
+    rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2)
 
 
 class Losses(TrainerCallback):
