@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from datasets import Dataset, DatasetDict
 
 from hf_linattn.config import require_count
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import DataError, OptionError
+from hf_linattn.plan import Plan, plan_as_data
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
@@ -19,8 +20,6 @@ from hf_linattn.training.pipeline import carry_out
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import RunPrice, price_of
 from hf_linattn.training.training_run import TrainingRun
-
-Plan = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,14 @@ class Recipe:
         for name, argument in IN_MEMORY.items():
             if (file := options.get(name)) is not None:
                 raise OptionError(f"{name}={file!r}: data sets are given in memory here; load it and give {argument}=")
-        converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": _plain(plan)}
+        converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": plan_as_data(plan)}
         named = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir), **converted, **options}
         known = {f.name for kind in self.kinds for f in fields(kind) if f.init}
         self._flags = flags_of(named, known)
         self.arguments = parse_arguments(self._flags, self.kinds)
         given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
+        for (split, dataset), argument in zip(given.items(), IN_MEMORY.values(), strict=True):
+            check_in_memory(argument, split, dataset)
         self._datasets = DatasetDict({name: split for name, split in given.items() if split is not None})
 
     def price(self) -> RunPrice:
@@ -230,6 +231,10 @@ def check_order(stages: Sequence[StageOptions]) -> None:
         )
 
 
-def _plain(plan: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Any:
-    """Return a plan as an option of a recipe."""
-    return dict(plan) if isinstance(plan, Mapping) else [dict(rule) for rule in plan]
+def check_in_memory(argument: str, split: str, dataset: Dataset | None) -> None:
+    """Raise `DataError` for a data set whose rows are read as they come, or for something else than one."""
+    if not isinstance(dataset, Dataset | None):
+        raise DataError(
+            f"{argument} of type {type(dataset).__name__} is no datasets.Dataset; of a stream give its first rows,"
+            f" Dataset.from_list(list({argument}.take(100_000))), of a DatasetDict a split, as {argument}[{split!r}]"
+        )

@@ -257,7 +257,8 @@ class Regression(SequenceClassification):
         return (got.float() - want.float()).square().sum()
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.mse_loss(logits[:, 0], labels.to(logits.dtype))
+        precise = logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
+        return F.mse_loss(precise, labels.to(precise.dtype))
 
     def predictions(self, logits: Tensor) -> Tensor:
         return logits[:, 0]

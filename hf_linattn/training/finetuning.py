@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from hf_linattn.training.losses.chunks import cross_entropy_by_chunks, separate_
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.not_finite import NotFiniteError
-from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.random_states import kept_random_states
 from hf_linattn.training.speed import Clock, Speed, product_dtype
 from hf_linattn.training.task import task_of
@@ -85,21 +84,19 @@ def fine_tune(
     own = next((p.dtype for p in model.parameters() if p.ndim > 1), torch.float32)
     speed = Speed(data.row_tokens, product_dtype(arguments, own))
     loss, state = None, None
-    with own_forward(model), own_cache(model):
+    with whole_models(), own_forward(model), own_cache(model):
         clock = Clock.resumed(saved)
         trainer = RecoveryTrainer(model, arguments, data, teacher, [speed, clock, *callbacks])
         trainer.has_ended = saved is not None and has_ended(saved, max_steps)
         if training.early_stopping_patience:
             trainer.add_callback(early_stopping(training.early_stopping_patience, saved))
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        with nullcontext() if sharded else float32_masters(model):
+        with trainer.masters():
             broken = _train(trainer, checkpoint, speed)
         seconds = clock.seconds
         if broken is None:
             loss = trainer.state.best_metric if arguments.load_best_model_at_end else None
             loss = trainer.evaluate()["eval_loss"] if loss is None else loss  # shorter than eval_steps: none yet
-            state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
-    unset_hf_deepspeed_config()  # the Trainer set it, see `FinetuningArguments`
+            state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.shards else None
     if broken is None and (loss is None or not math.isfinite(loss)):
         broken, loss = trainer.state.global_step, None
     result = {
@@ -122,6 +119,15 @@ def _train(trainer: RecoveryTrainer, checkpoint: str | None, speed: Speed) -> in
     finally:
         speed.stop_counting()
     return None
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Have models loaded whole afterwards: a Trainer under ZeRO-3 makes each of them an empty shard."""
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
 
 
 @contextmanager
@@ -211,7 +217,7 @@ def rehearse(
     Raises:
         OptionError: a Trainer, its data loader, optimizer or schedule cannot be made with these options.
     """
-    with tempfile.TemporaryDirectory() as folder, kept_random_states():
+    with tempfile.TemporaryDirectory() as folder, kept_random_states(), whole_models():
         try:
             model = make_model()
             for searches, steps in ((False, max_steps), (True, search_steps)):
@@ -224,7 +230,8 @@ def rehearse(
                 trainer = RecoveryTrainer(model, arguments, data)
                 trainer.get_train_dataloader()
                 check_model(model, arguments)
-                if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):  # they make their own
+                check_dtypes(stage, model, trainer)
+                if not trainer.shards:  # which makes its own
                     trainer.create_optimizer_and_scheduler(steps)
         except HfLinattnError:
             raise
@@ -233,8 +240,6 @@ def rehearse(
                 f"the stage {stage} cannot be set up with the options of this training:"
                 f" {type(error).__name__}: {one_line(error)}; change or leave out the option that this is about"
             ) from error
-        finally:
-            unset_hf_deepspeed_config()
 
 
 def without_checkpoints(training: FinetuningArguments) -> FinetuningArguments:
@@ -253,6 +258,17 @@ def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # newer transformers has the first name
         if getattr(arguments, name, None) and not root.supports_gradient_checkpointing:
             raise OptionError(f"{name}=True: {type(root).__name__} cannot compute activations anew; leave it out")
+
+
+def check_dtypes(stage: str, model: nn.Module, trainer: RecoveryTrainer) -> None:
+    """Raise `OptionError` where FSDP would have to shard parameters of several dtypes as one, in the first step."""
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision == "no" and len(trained) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
+        raise OptionError(
+            f"the stage {stage} trains parameters in {names}, such as mechanisms beside adapters, and FSDP shards"
+            " those of a layer as one; give bf16 true, which trains all in float32, or dtype 'float32'"
+        )
 
 
 def stage_arguments(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from hf_linattn.errors import OptionError
 from hf_linattn.reading import is_out_of_memory, size_said
 from hf_linattn.training.arguments import FULL, Arguments
+from hf_linattn.training.same_run import BATCHES, step_rows
 
 
 @contextmanager
@@ -31,17 +33,26 @@ def naming_memory(stage: str, arguments: Arguments) -> Iterator[None]:
 def what_continues(arguments: Arguments) -> str:
     """Name the options that make a step smaller and that a run may be continued with."""
     training = arguments.training
-    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    half = next((n for n in range(batch // 2, 0, -1) if batch % n == 0), 0)
+    smaller = smaller_batch(arguments)
     some = {
         "gradient_checkpointing true": not _checkpoints(arguments),
-        f"per_device_train_batch_size {half} and gradient_accumulation_steps {accumulated * batch // (half or 1)}":
-            half > 0,
+        "per_device_train_batch_size {} and gradient_accumulation_steps {}".format(*smaller or (0, 0)):
+            smaller is not None,
         f"per_device_eval_batch_size {training.per_device_eval_batch_size // 2}":
             training.per_device_eval_batch_size > 1,
         "chunk_feed_forward, as 512": arguments.model.chunk_feed_forward is None,
     }  # fmt: skip
     return ", or ".join(name for name, helps in some.items() if helps) or "nothing else running beside it"
+
+
+def smaller_batch(arguments: Arguments) -> tuple[int, int] | None:
+    """Return a smaller batch and its accumulation that make steps of as many rows, of longer ones too; or None."""
+    training, options = arguments.training, asdict(arguments.data) | asdict(arguments.distillation)
+    batch, accumulated = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    made = {n: (n, accumulated * batch // n) for n in range(batch, 0, -1) if batch % n == 0}
+    devices = training.train_batch_size // batch
+    rows = {n: step_rows(options | dict(zip(BATCHES, (*made[n], n * devices), strict=True))) for n in made}
+    return next((made[n] for n in made if n < batch and rows[n] == rows[batch]), None)
 
 
 def what_helps(arguments: Arguments, disk: bool = False) -> str:

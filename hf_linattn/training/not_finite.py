@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_linattn.errors import OptionError
 from hf_linattn.training.run_directory import RunDirectory
@@ -77,6 +77,13 @@ def with_halved_rates(
 @torch.no_grad()
 def has_finite_weights(model: nn.Module) -> bool:
     """Return whether all trained parameters, or this process's shards of them, are finite."""
-    trained = (p for p in model.parameters() if p.requires_grad)
-    own = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
-    return all(bool(torch.isfinite(p).all()) for p in own)
+    return all(bool(torch.isfinite(own_part(p)).all()) for p in model.parameters() if p.requires_grad)
+
+
+def own_part(parameter: Any) -> Tensor:
+    """Return what this process holds of a parameter: all of it, or its shard."""
+    if hasattr(parameter, "ds_tensor"):  # of ZeRO-3, which leaves the parameter itself empty
+        shard = parameter.ds_tensor.flatten()
+        first = shard.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+        return shard[: max(0, parameter.ds_numel - first)]  # behind its end nobody wrote
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -27,10 +27,15 @@ from hf_linattn.cards import names_in_layer
 from hf_linattn.errors import OptionError
 from hf_linattn.reading import gigabytes, is_out_of_memory, size_said
 from hf_linattn.training.base_task import TextEncoder
-from hf_linattn.training.finetuning import own_forward, stage_arguments, validation_loss, without_checkpoints
+from hf_linattn.training.finetuning import (
+    own_forward,
+    stage_arguments,
+    validation_loss,
+    whole_models,
+    without_checkpoints,
+)
 from hf_linattn.training.memory_limits import what_helps
 from hf_linattn.training.not_finite import NotFiniteError
-from hf_linattn.training.parameter_groups import float32_masters
 from hf_linattn.training.random_states import kept_random_states
 from hf_linattn.training.stages import Stage, TrainingStage, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
@@ -227,7 +232,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
     teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
     watch = StepWatch(run.arguments.training.device)
-    with _trainer(run, plan, model, teacher, watch) as trainer, float32_masters(model):  # as in the training itself
+    with _trainer(run, plan, model, teacher, watch) as trainer, trainer.masters():  # as in the training itself
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         weights = size(model) + sum(map(size, filter(None, (other, *getattr(model, "_model", ())))))
         state = sum(3 * p.nbytes for p in model.parameters() if p.requires_grad)  # gradients and two moments
@@ -270,7 +275,7 @@ def _trainer(
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
     training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
     batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
-    with tempfile.TemporaryDirectory() as folder, kept_random_states(), own_forward(model):
+    with tempfile.TemporaryDirectory() as folder, kept_random_states(), whole_models(), own_forward(model):
         arguments = stage_arguments(
             model, training, Path(folder), learning_rate=plan.learning_rates[0],
             max_steps=run.arguments.recipe.plan_steps or 1, report_to="none",

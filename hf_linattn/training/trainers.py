@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hf_linattn.architecture import root_model
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.reading import one_line
-from hf_linattn.training.classification import SequenceClassification, weighted_loss
+from hf_linattn.training.classification import Regression, SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import (
     chunk_rows,
@@ -37,7 +37,7 @@ from hf_linattn.training.losses.kept_logits import likeliest
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
-from hf_linattn.training.parameter_groups import group_parameters
+from hf_linattn.training.parameter_groups import float32_masters, group_parameters
 from hf_linattn.training.progress import Progress, StepBar
 from hf_linattn.training.task import task_of
 
@@ -79,6 +79,7 @@ class RecoveryTrainer(Trainer):
         self.has_ended = False  # before it was resumed: there is no step left to take
         self._broken: Tensor | None = None  # whether a loss of the step so far is not finite
         self._losses: list[Tensor] = []  # of an evaluation's batches: the sum, and over how many predictions
+        self._own_loss = isinstance(model, LossModule)  # which has no logits
         self._averages = False
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
@@ -100,6 +101,15 @@ class RecoveryTrainer(Trainer):
                 " fp16, torch_compile, FSDP or DeepSpeed, does not do; leave keep_logits out"
             )
 
+    @property
+    def shards(self) -> bool:
+        """Whether each process holds a part of every parameter (FSDP, DeepSpeed)."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def masters(self) -> AbstractContextManager[None]:
+        """Train small parameters in float32, see `float32_masters`; not where those of a layer are sharded as one."""
+        return nullcontext() if self.shards else float32_masters(self.model)
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer, in whose groups mechanisms and attention have the rates of their own."""
         made = self.optimizer is None
@@ -110,7 +120,9 @@ class RecoveryTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, with the learning rates of this training: a checkpoint may have been left with others."""
-        rates = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        # the schedule is asked first, as DeepSpeed has loaded the optimizer by now
+        rates = getattr(scheduler, "base_lrs", None) or initial_rates(self.optimizer)
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
         except ValueError as error:
@@ -119,12 +131,11 @@ class RecoveryTrainer(Trainer):
                 f" of another version ({one_line(error)}); delete this folder, and the stage begins anew"
             ) from error
         groups = self.optimizer.param_groups  # others, as loading makes them anew
-        found = [group.get("initial_lr", group["lr"]) for group in groups]
+        found = initial_rates(self.optimizer)
         if checkpoint is None or found == rates:
             return
         for group, before, rate in zip(groups, found, rates, strict=True):
             group["lr"], group["initial_lr"] = group["lr"] * (rate / before if before else 1.0), rate
-        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs, scheduler._last_lr = rates, [group["lr"] for group in groups]
 
@@ -216,7 +227,7 @@ class RecoveryTrainer(Trainer):
 
     def _predictions(self, inputs: dict[str, Any]) -> Tensor | int:
         """Return over how many tokens or texts the loss of a batch is a mean."""
-        if isinstance(self.accelerator.unwrap_model(self.model), LossModule):
+        if self._own_loss:
             return len(inputs["input_ids"])
         return (task_of(self.model).predicted(inputs["labels"]) != IGNORED_LABEL).sum()
 
@@ -314,7 +325,7 @@ class RecoveryTrainer(Trainer):
     def _head_of_chunks(self) -> nn.Module | None:
         """Return the projection whose logits are made some positions at a time; None: the model makes them all."""
         other = self.args.torch_compile or self.args.n_gpu > 1 or self.args.fp16  # small gradients need its scaling
-        if other or self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, LossModule):
+        if other or self.shards or self._own_loss:
             return None
         classifies = isinstance(task_of(self.model), SequenceClassification)
         head = None if classifies else separate_head(self.model)
@@ -334,12 +345,15 @@ class RecoveryTrainer(Trainer):
     ) -> Tensor:
         """Turn the mean over a batch into its part of the mean over all batches of a step, smoothed if asked for."""
         labels = inputs.get("labels")
-        if labels is None:
+        if labels is None or self._own_loss:
             return loss
         if self.class_weights is not None:
             return weighted_loss(output.logits, labels, self.class_weights, self.smoothing if model.training else 0.0)
         if self.smoothing and model.training:
             return self._smoothed(output.logits, labels, model, counted)
+        task = task_of(model)
+        if isinstance(task, Regression):
+            return task.loss(output.logits, labels)  # before PyTorch 2.12 the model's own has no gradient in bfloat16
         count = torch.as_tensor(self._predictions(inputs), device=loss.device)
         loss = torch.where(count > 0, loss, 0.0)  # the mean of none is no number
         return loss * count / counted if self._averages and counted is not None else loss
@@ -353,3 +367,8 @@ class RecoveryTrainer(Trainer):
             logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
         )
         return self._mean(total, (wanted != IGNORED_LABEL).sum(), counted)
+
+
+def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates that the groups of an optimizer had before any schedule."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]

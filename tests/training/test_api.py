@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 
 import hf_linattn
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import DataError, OptionError
+from hf_linattn.mechanisms.performer import PerformerConfig
 from hf_linattn.training import Align, Calibrate, Distill, Distillation, Finetuning, Lengthen
 from tests.recipes.test_distill import flags, run, weights
 from tests.recipes.test_finetune import command, material
@@ -60,6 +61,31 @@ def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):
 def test_stages_in_an_impossible_order_are_refused(tmp_path, stages):
     with pytest.raises(OptionError, match="give Calibrate, Align, Distill, Lengthen in this order, each at most once"):
         Distillation("gpt2", "linear", None, stages, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({"performer": range(2), "local": {"layers": (2,)}}, {"performer": [0, 1], "local": {"layers": [2]}}),
+        ([{"mechanism": "performer", "layers": range(2)}], [{"mechanism": "performer", "layers": [0, 1]}]),
+        (PerformerConfig(num_features=16), [{"mechanism": "performer", "options": {"num_features": 16}}]),
+    ],
+)
+def test_a_plan_is_any_that_a_model_is_patched_with(tmp_path, plan, expected):
+    found = Finetuning("gpt2", plan, None, tmp_path).arguments.model.plan
+    if not isinstance(plan, dict | list):
+        assert found[0]["options"].items() >= expected[0]["options"].items()
+        found[0]["options"] = expected[0]["options"]
+    assert found == expected
+
+
+def test_data_sets_that_are_not_in_memory_are_refused_by_their_argument(material, tmp_path):
+    given = load_dataset("json", data_files=material["train_file"], streaming=True)
+    stages = [Distill(8192)]
+    with pytest.raises(DataError, match=r"train_dataset of type IterableDataset is no .*\(list\(train_dataset\.take"):
+        Distillation("gpt2", "linear", given["train"], stages, tmp_path)
+    with pytest.raises(DataError, match=r"eval_dataset of type IterableDatasetDict .* eval_dataset\['validation'\]"):
+        Distillation("gpt2", "linear", Dataset.from_dict({"text": []}), stages, tmp_path, given)
 
 
 def test_options_are_those_of_the_recipe_and_checked(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hf_linattn.errors import CheckpointError
 from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.checkpoints import last_complete_checkpoint
+from hf_linattn.training.not_finite import has_finite_weights
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
 
@@ -26,12 +28,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def train(folder: Path, adapters: bool = False, **options):
+def train(folder: Path, adapters: bool = False, rate: float = 3e-3, **options):
     model = patch_model(make_model("gpt2", std=0.05), "performer", num_features=16)
     if adapters:
         model = add_adapters(model, rank=2)
     training = make_training(folder.parent, **OPTIONS | options)
-    result, _ = finetuning.fine_tune(model, make_data(model), training, folder, learning_rate=3e-3, max_steps=STEPS)
+    result, _ = finetuning.fine_tune(model, make_data(model), training, folder, learning_rate=rate, max_steps=STEPS)
     return result, {name: x.clone() for name, x in model.state_dict().items()}
 
 
@@ -75,6 +77,34 @@ def test_a_checkpoint_of_an_optimizer_with_other_groups_is_refused_by_its_folder
     stage = copied(folder, 2, tmp_path / "stage").parent
     with pytest.raises(CheckpointError, match=rf"^'{stage}' holds checkpoints .*; delete this folder, and"):
         train(stage, adapters, mechanism_rate=2.0)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_training_goes_on_with_its_own_rate(unbroken, tmp_path, monkeypatch, before):
+    """Not with that of its checkpoint, also where the optimizer is loaded before, as DeepSpeed does it."""
+    folder, adapters, *_ = unbroken
+    stage = copied(folder, 2, tmp_path / "stage").parent
+    load = finetuning.RecoveryTrainer._load_optimizer_and_scheduler
+
+    def loaded(trainer, checkpoint):
+        if before:
+            trainer.optimizer.load_state_dict(torch.load(Path(checkpoint) / "optimizer.pt"))
+        load(trainer, checkpoint)
+
+    monkeypatch.setattr(finetuning.RecoveryTrainer, "_load_optimizer_and_scheduler", loaded)
+    result, _ = train(stage, adapters, rate=1e-3, logging_steps=1)
+    rates = [entry["learning_rate"] for entry in result["history"] if entry["step"] > 2 and "loss" in entry]
+    assert rates == pytest.approx([1e-3] * (STEPS - 2))
+
+
+@pytest.mark.parametrize(("rank", "finite"), [(0, False), (1, True)])
+def test_shards_of_zero3_are_looked_at_for_numbers(monkeypatch, rank, finite):
+    """The parameters themselves are empty; behind the end of the last shard nobody wrote."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: rank)
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.weight.data, model.weight.ds_numel, model.weight.ds_process_group = torch.empty(0), 3, None
+    model.weight.ds_tensor = torch.tensor([1.0, math.inf])
+    assert has_finite_weights(model) is finite
 
 
 def test_patience_is_not_given_back_by_an_interruption(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, set_hf_deepspeed_config
 
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.runtime.cpu import KEPT
-from hf_linattn.training import price
+from hf_linattn.training import finetuning, price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
 from hf_linattn.training.pipeline import main
 from hf_linattn.training.preparation import prepare
@@ -98,6 +100,42 @@ def test_the_trainer_is_made_before_small_parameters_have_copies_as_in_the_train
     (stage,) = (stage for stage in stages_of(run.arguments) if isinstance(stage, TrainingStage))
     price_of_stage(run, stage, 1)
     assert isinstance(made[0]._head, torch.nn.Linear)
+
+
+def test_models_are_loaded_whole_after_a_trainer_under_zero3(material, tmp_path, monkeypatch):
+    run = prepare(parse_arguments(flags(material, tmp_path / "out", plan_steps=2, control="none"), DISTILLATION))
+    stage = next(stage for stage in stages_of(run.arguments) if stage.name == "recovered_training")
+    sharding = Mock(is_zero3=lambda: True)
+
+    def made(*arguments, **options):
+        set_hf_deepspeed_config(sharding)
+        assert is_deepspeed_zero3_enabled()
+        raise ZeroDivisionError
+
+    for module, train in ((price, lambda: price_of_stage(run, stage, 1)), (finetuning, lambda: stage.run(run))):
+        monkeypatch.setattr(module, "RecoveryTrainer", made)
+        with pytest.raises(ZeroDivisionError):
+            train()
+        assert not is_deepspeed_zero3_enabled(), module
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_plan_trains_in_the_dtypes_of_the_training(material, tmp_path, monkeypatch, shards):
+    """FSDP shards the parameters of a layer as one, so none of them may have a copy in float32."""
+    given = flags(material, tmp_path / "out", plan_steps=2, control="none", dtype="bfloat16", lora_rank=None)
+    run, seen = prepare(parse_arguments(given, DISTILLATION)), []
+    stage = next(stage for stage in stages_of(run.arguments) if stage.name == "recovered_training")
+
+    def look(trainer, model, *arguments, **options):
+        seen.append({p.dtype for p in model.parameters() if p.requires_grad})
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(price.RecoveryTrainer, "shards", shards)
+    monkeypatch.setattr(price.RecoveryTrainer, "compute_loss", look)
+    for train in (lambda: price_of_stage(run, stage, 1), lambda: stage.run(run)):
+        with pytest.raises(ZeroDivisionError):
+            train()
+    assert seen == 2 * [{torch.bfloat16} if shards else {torch.bfloat16, torch.float32}]
 
 
 def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):

@@ -16,6 +16,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.training.arguments import DataArguments, RecipeArguments, parse_arguments
 from hf_linattn.training.classification import class_weights
 from hf_linattn.training.finetuning import validation_loss
+from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CLASSIFICATION, PROBLEMS, TextEncoder, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -26,6 +27,7 @@ from tests.training.test_finetuning import REQUIRED, make_text, make_training
 HEAD = "ForSequenceClassification"
 NAMES = {"label2id": {"a": 0, "b": 1, "c": 2}, "id2label": {0: "a", 1: "b", 2: "c"}}
 SEVERAL = {"num_labels": 3, "problem_type": "multi_label_classification", **NAMES}
+PROBLEM_IDS = ["regression", "several", "one"]
 TEXTS = [make_text(3 + i % 6, i) for i in range(8)]
 
 
@@ -84,7 +86,42 @@ def test_a_number_is_learnt_by_squares():
         rows_of(model, ["a"] * 8)
 
 
-@pytest.mark.parametrize("problem", [{"num_labels": 1}, SEVERAL], ids=["regression", "several"])
+@pytest.mark.parametrize("problem", [{"num_labels": 1}, SEVERAL, {"num_labels": 2}], ids=PROBLEM_IDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_problem_is_learnt_in_half_precision(tmp_path, monkeypatch, problem, dtype):
+    """Before PyTorch 2.12 the squared error between two dtypes has no gradient."""
+    squares = torch.nn.functional.mse_loss
+
+    def older(got, wanted, **options):
+        found = squares(got, wanted, **options)
+        return found if got.dtype == wanted.dtype else found.detach()
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", older)
+    model = patch_model(make_model("bert", HEAD, std=0.3, **problem), "linear")
+    labels = {1: [0.3 * i for i in range(8)], 2: [0, 1] * 4, 3: [["a"], ["b", "c"]] * 4}[problem["num_labels"]]
+    data = rows_of(model, labels)
+    batch = data.collator([data.train[i] for i in range(8)])
+    exact = float(model.eval()(**batch).loss.detach())
+    trainer = RecoveryTrainer(model.to(dtype).train(), make_training(tmp_path), data)
+    loss = trainer.compute_loss(model, dict(batch), num_items_in_batch=8)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(exact, rel=0.03)
+    assert any(bool(p.grad.any()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("problem", [{"num_labels": 1}, {"num_labels": 2}], ids=["regression", "class weights"])
+def test_attention_transfer_of_a_classifier_has_the_loss_of_its_own(tmp_path, problem):
+    classifier = patch_model(make_model("bert", HEAD, std=0.3, **problem), "hedgehog")
+    model = AttentionTransfer(classifier)
+    weights = None if problem["num_labels"] == 1 else ["balanced"]
+    data = rows_of(classifier, [0, 1, 1, 1] * 2, DataArguments(block_size=12, class_weights=weights))
+    batch = data.collator([data.train[i] for i in range(8)])
+    expected = float(model(**batch)["loss"].detach())
+    found = RecoveryTrainer(model, make_training(tmp_path), data).compute_loss(model, batch)
+    assert float(found.detach()) == expected
+
+
+@pytest.mark.parametrize("problem", [{"num_labels": 1}, SEVERAL], ids=PROBLEM_IDS[:2])
 def test_the_divergence_of_a_problem_is_its_formula(problem):
     student, teacher = (make_model("bert", HEAD, std=0.4, seed=seed, **problem) for seed in (0, 1))
     labels = [0.5 * i for i in range(8)] if "problem_type" not in problem else [["a"], ["b", "c"]] * 4

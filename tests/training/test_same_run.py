@@ -10,9 +10,24 @@ import torch
 from datasets import Dataset
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.arguments import FinetuningArguments, parse_arguments
+from hf_linattn.training.arguments import (
+    Arguments,
+    DataArguments,
+    DistillationArguments,
+    FinetuningArguments,
+    parse_arguments,
+)
+from hf_linattn.training.memory_limits import smaller_batch
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import FREE, SCORED, difference, model_digest, rows_digest, training_options
+from hf_linattn.training.same_run import (
+    BATCHES,
+    FREE,
+    SCORED,
+    difference,
+    model_digest,
+    rows_digest,
+    training_options,
+)
 from hf_linattn.training.training_run import TrainingRun
 from tests.models import make_model
 from tests.training.test_finetuning import REQUIRED, make_training
@@ -62,6 +77,21 @@ def test_a_step_may_be_divided_into_other_batches_if_it_has_as_many_rows(tmp_pat
     assert difference(recorded(8, 1, **longer), recorded(4, 2, **longer)) is None
     # of the longer rows one is the least, which then are twice as many in a step
     assert difference(recorded(4, 1, **longer), recorded(2, 2, **longer)) == "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("batch", "longer", "expected"), [(8, None, (4, 2)), (8, 1024, (4, 2)), (12, 2048, (4, 3)), (8, 4096, None)]
+)
+def test_a_run_goes_on_with_the_smaller_batches_that_are_named_where_memory_ran_out(tmp_path, batch, longer, expected):
+    rows = {"block_size": 512, "long_block_size": longer}
+    started, now = (
+        make_training(tmp_path, **dict(zip(BATCHES, made, strict=False)))
+        for made in ((batch, 1), expected or (batch // 2, 2))
+    )
+    distillation = DistillationArguments(long_block_size=longer, long_tokens=8 * (longer or 0))
+    found = smaller_batch(Arguments(None, DataArguments(block_size=512), None, started, distillation))
+    assert found == expected
+    assert (difference(training_options(started) | rows, training_options(now) | rows) is None) is bool(expected)
 
 
 def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):

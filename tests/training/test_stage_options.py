@@ -13,11 +13,13 @@ from transformers import TrainerCallback
 from hf_linattn import patch_model
 from hf_linattn.architecture import root_model
 from hf_linattn.errors import OptionError
+from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.finetuning import fine_tune, rehearse
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from hf_linattn.training.losses.distillation import Teacher
+from hf_linattn.training.same_run import training_options
 from hf_linattn.training.task import CLASSIFICATION, TextEncoder, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
@@ -69,6 +71,21 @@ def test_what_no_stage_can_honour_is_refused_with_the_options(flags, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_mixed_precision_that_accelerate_was_given_is_an_option_like_others(tmp_path, monkeypatch, has_instructions):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for launched, options in (("bf16", {}), ("no", {"bf16": True}), ("fp16", {"bf16": True})):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        training = make_training(tmp_path, **options)
+        for made in (training, replace(training, max_steps=3)):
+            assert training_options(made)["bf16"] is made.bf16 is has_instructions and not made.fp16
+            assert made.mixed_precision == ("bf16" if has_instructions else "no")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(OptionError, match=r"ACCELERATE_MIXED_PRECISION must be one of no, bf16, fp16, .* got 'fp8'"):
+        make_training(tmp_path)
+
+
 def transfer():
     return AttentionTransfer(patch_model(make_model("gpt2"), "hedgehog"))
 
@@ -118,6 +135,30 @@ def test_an_option_that_a_stage_would_die_of_is_found_without_a_step(tmp_path, s
     with pytest.raises(OptionError, match=f"the stage {stage} cannot be set up .*{message}"):
         rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2, search_steps=2)
     assert not list(tmp_path.iterdir()) and torch.equal(state, torch.get_rng_state())
+
+
+def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tmp_path, monkeypatch):
+    real = finetuning.RecoveryTrainer
+
+    def sharding(*arguments):
+        made = real(*arguments)
+        made.is_fsdp_enabled = True
+        return made
+
+    def trained(name, dtype):
+        model = patch_model(make_model("gpt2").to(dtype), name)
+        rehearse("x", lambda: add_adapters(model, rank=2), make_data(model), training, learning_rate=1, max_steps=2)
+
+    training = make_training(tmp_path)
+    trained("hedgehog", torch.bfloat16)
+    monkeypatch.setattr(finetuning, "RecoveryTrainer", sharding)
+    with pytest.raises(OptionError, match=r"stage x trains parameters in bfloat16 and float32, .* give bf16 true"):
+        trained("hedgehog", torch.bfloat16)
+    trained("hedgehog", torch.float32)
+    trained("linear", torch.bfloat16)  # which has none of its own
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    training = make_training(tmp_path, bf16=True)
+    trained("hedgehog", torch.bfloat16)
 
 
 def test_adapters_that_find_no_module_are_refused_before_any_stage(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from hf_linattn.config import require
 from hf_linattn.dtypes import is_fast
 
 logger = logging.getLogger(__name__)
+
+LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # in which accelerate launch hands on what its own options and files say
+MIXED = ("no", "bf16", "fp16")
 
 
 def bfloat16_pays() -> bool:
@@ -91,12 +95,18 @@ class FinetuningArguments(TrainingArguments):
         )  # checkpoints refer to each other by it
         if self.save_strategy == "no":
             self.load_best_model_at_end = False
-        half = self.bf16 or self.bf16_full_eval  # type: ignore[has-type]  # fields of transformers' dataclass
+        launched = os.environ.get(LAUNCHED, "no")
+        require(LAUNCHED, launched, launched in MIXED, f"one of {', '.join(MIXED)}, given to accelerate launch")
+        # fields of transformers' dataclass, which trains so, too, but does not say it
+        self.bf16 = self.bf16 or (launched == "bf16" and not self.fp16)  # type: ignore[has-type]
+        self.fp16 = self.fp16 or (launched == "fp16" and not self.bf16)  # type: ignore[has-type]
+        half = self.bf16 or self.bf16_full_eval  # type: ignore[has-type]
         if half and not torch.accelerator.is_available():
             self.use_cpu = True  # which has bfloat16, but transformers wants it said
             both = self.fp16 or self.fp16_full_eval  # which transformers refuses
             if not both and not bfloat16_pays():
                 self.bf16, self.bf16_full_eval = False, False
+                os.environ.pop(LAUNCHED, None)  # transformers looks there itself
         super().__post_init__()
         if (visible := super().n_gpu) > 1:
             report_idle(visible)
