@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, pinning, saved_config
+from . import architecture, pinning, saved_config, sliced_masks
 from . import transformers_bridge as bridge
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
@@ -23,7 +23,6 @@ from .errors import OptionError, PatchError
 from .longer_positions import extend_positions, undo_last_extension
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
-from .sliced_masks import SLICING, slicing
 from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Patch:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
         saved_config.mark_config(model.config, self.config.to_dict())
-        self.replaced += pinning.forbid_paging(model) + pinning.replace_method(model, SLICING, slicing)
+        self.replaced += pinning.forbid_paging(model) + sliced_masks.keep_key_masks(model)
         self.names = pinning.take_names(model)
 
     def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:

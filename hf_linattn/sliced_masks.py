@@ -8,14 +8,18 @@ from typing import Any
 from torch import nn
 
 from .ops.common.tracing import is_recorded
+from .pinning import replace_method
 
 SLICING = "_maybe_slice_kv_shared_inputs"  # the method of Gemma 4 that drops queries before layers with others' keys
 
 
-def slicing(part: nn.Module) -> Any:
-    """Return what stands in place of `SLICING` of a model: that one takes rows out of masks, and a key mask has none.
+def keep_key_masks(root: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Have a model and its parts leave key masks as they are, from which it would take the rows of dropped queries.
+
+    Returns:
+        As `pinning.replace_method`.
     """
-    return functools.partial(_slice_queries, part)
+    return replace_method(root, SLICING, lambda part: functools.partial(_slice_queries, part))
 
 
 def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
