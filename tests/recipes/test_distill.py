@@ -31,6 +31,7 @@ from tests.recipes.test_finetune import ROOT, command, material, recorded
 __all__ = ["material"]
 
 # an epoch of whole batches: processes fill up an incomplete one with rows seen before
+FSDP_ON_CPU = ROOT / "tests" / "recipes" / "fsdp_on_cpu.py"
 EVEN = {
     "block_size": 28, "max_train_tokens": 2016, "calibration_tokens": 280, "transfer_tokens": 672, "logging_steps": 1,
     "hidden_weight": 0.5, "long_tokens": 448, "long_block_size": 56,
@@ -169,11 +170,13 @@ def test_a_run_killed_in_any_stage_ends_as_an_unbroken_one(material, whole, tmp_
     assert recorded(out, "recovered_training")["eval_loss"] == recorded(whole, "recovered_training")["eval_loss"]
 
 
-def launched(material, out: Path, config: str, **changes) -> list[float]:
+def launched(
+    material, out: Path, config: str, script: Path = ROOT / "recipes" / "distill.py", **changes
+) -> list[float]:
     """Run under `accelerate launch` with one of our configurations and return the training losses."""
     launch = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / f"recipes/accelerate/{config}.yaml")]
     result = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "recipes" / "distill.py"), *flags(material, out, **changes)],
+        [sys.executable, *launch, str(script), *flags(material, out, **changes)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -192,7 +195,7 @@ def one_process(material, tmp_path_factory) -> list[float]:
     ("config", "changes"),
     [
         pytest.param("ddp_cpu", {}, marks=pytest.mark.slow),
-        pytest.param("fsdp2_cpu", {}, marks=pytest.mark.slow),
+        pytest.param("fsdp2_cpu", {"script": FSDP_ON_CPU}, marks=pytest.mark.slow),
         pytest.param("zero3_cpu", {"ddp_backend": "gloo"}, marks=pytest.mark.zero3),
     ],
 )
