@@ -1,4 +1,4 @@
-"""`recipes/distill.py` sharded by FSDP on the CPU: Accelerate shards on accelerators alone, and quietly does not here."""
+"""`recipes/distill.py` sharded by FSDP on the CPU, where Accelerate shards nothing, and says nothing of it."""
 
 from __future__ import annotations
 
