@@ -12,6 +12,7 @@ from .config import require_known
 PACKAGED, CHECKOUT = Path(__file__).parent / "recipes", Path(__file__).parent.parent / "recipes"
 FOLDER = PACKAGED if PACKAGED.is_dir() else CHECKOUT
 PREFIX = "recipe:"  # before the name of a recipe, where the path of a file is asked for
+BUNDLED = "recipes/pretrained/"  # begins the paths of the small models, which are in the repository alone
 MODELS = "models"  # the folder of the recipes that are named without their folder
 
 

@@ -21,6 +21,7 @@ from transformers import (
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, OptionError, UnsupportedModelError
 from hf_linattn.training import task
+from hf_linattn.training.arguments import ModelArguments
 from hf_linattn.training.heads import HEADS, trained_head
 from tests.models import make_model
 
@@ -115,3 +116,10 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path, content):
     with pytest.raises(CheckpointError, match=r"model_name_or_path='.*' cannot be read: .*; give a folder") as refused:
         task.load_model(str(folder))
     assert "\n" not in str(refused.value)
+
+
+def test_a_small_model_of_the_repository_is_said_to_be_there_alone(tmp_path, monkeypatch):
+    ModelArguments("recipes/pretrained/llama", mechanism="linear")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="llama' is a small model that the repository alone has;"):
+        ModelArguments("recipes/pretrained/llama", mechanism="linear")

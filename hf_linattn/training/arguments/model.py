@@ -8,9 +8,10 @@ from typing import Any
 
 from hf_linattn.chosen_plan import PLAN_SUFFIX, read_plan_file
 from hf_linattn.config import json_object, require, require_count
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.plan import read_plan
 from hf_linattn.plan_search import SEARCHES, SIGNALS, UNITS
+from hf_linattn.recipe_files import BUNDLED
 
 AUTO = "auto"  # value of `layers`
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -76,6 +77,11 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         require("model_name_or_path", self.model_name_or_path, bool(self.model_name_or_path), "a folder or Hub name")
+        if str(self.model_name_or_path).startswith(BUNDLED) and not Path(str(self.model_name_or_path)).exists():
+            raise CheckpointError(
+                f"model_name_or_path={self.model_name_or_path!r} is a small model that the repository alone has; run"
+                " this in a clone of it, or give another model"
+            )
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         for name, read in {"mechanism_options": json_object, "plan": given_plan}.items():
             given = getattr(self, name)
