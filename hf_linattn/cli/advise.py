@@ -35,8 +35,8 @@ def advise(
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
     table = Table(
         "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
-        caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: softmax has"
-        f" {found.original_recall:.2f}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours;"
+        caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: of prompts, softmax has"
+        f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours;"
         " -: not measured of what recalls too little",
     )  # fmt: skip
     for trial in found.trials:
@@ -44,7 +44,7 @@ def advise(
         costs = (speed and speed.prefill_speedup, speed and speed.decode_speedup, seconds and seconds / 3600)
         loss = f"{trial.loss_increase:+.3f} ±{trial.loss_error:.3f}"
         table.add_row(
-            trial.name, loss, f"{trial.recall:.2f} of {trial.prompts}",
+            trial.name, loss, f"{trial.recall * trial.prompts:.3g} of {trial.prompts}",
             f"{trial.state_bytes / trial.original_state_bytes:.1%}",
             *("-" if cost is None else f"{cost:.{digits}f}" for cost, digits in zip(costs, (2, 2, 1), strict=True)),
             style="green" if trial.name == found.recommended else None,
