@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import _add_variant
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+)
 
 from . import saving
 from .errors import CheckpointError
@@ -96,6 +102,11 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
                 file = damaged_file(name, kwargs.get("variant"), adapter, **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
             require_found(model, info["missing_keys"], adapter or name)  # of the adapter, if there is one
+            where = {"_raise_exceptions_for_missing_entries": False, **only(kwargs, *WHERE)}
+            asked = model.can_generate() and kwargs.get("generation_config") is None
+            if asked and cached_file(name, GENERATION_CONFIG_NAME, **where) is None:
+                # config.json was read in its place, whose fields are those of `base_config`
+                model.generation_config = GenerationConfig.from_model_config(model.config)
             return (model, info) if output_loading_info else model
 
         @staticmethod

@@ -4,7 +4,7 @@ In memory a patched model's config is a subclass of the original one that differ
 
     {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
      "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...},
-     "architectures": ["HfLinattnLlamaForCausalLM"], "eos_token_id": 2, "bos_token_id": 1}
+     "architectures": ["HfLinattnLlamaForCausalLM"]}
 
 Where only parts of the model are patched, `hf_linattn` is {"parts": {path: {... PatchConfig ...}}}.
 
@@ -44,8 +44,6 @@ from .plan import PatchConfig
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
 PREFIX = "HfLinattn"  # of the names in `architectures`
 PARTS = "parts"  # the field of `hf_linattn` that says which parts of a model are patched
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-DECODERS = ("decoder", "generator", "text_config")  # the fields of a config that have such tokens where it has none
 SHIM = "configuration_hf_linattn"
 SHIM_CODE = '''\
 """Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
@@ -73,14 +71,6 @@ class LinearizedConfigMixin(PinnedConfigMixin):
             return HfLinattnConfig.from_dict(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]  # of the config it is mixed into
 
-    def _special_tokens(self) -> dict[str, Any]:
-        """Return the tokens that transformers looks for in a config.json beside which no generation_config.json lies.
-        """
-        places = [self, *(getattr(self, name, None) for name in DECODERS)]
-        found = {name: [getattr(place, name, None) for place in places] for name in SPECIAL_TOKENS}
-        firsts = {name: next((x for x in tokens if x is not None), None) for name, tokens in found.items()}
-        return {name: token for name, token in firsts.items() if token is not None}
-
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Write the nested form, each file whole or not at all, and the module that `trust_remote_code` loads."""
         base = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
@@ -95,7 +85,6 @@ class LinearizedConfigMixin(PinnedConfigMixin):
             MODEL_TYPE: base.pop(MODEL_TYPE),
             "base_config": base,
             "transformers_version": base.pop("transformers_version", None),
-            **self._special_tokens(),
         }
         path = Path(json_file_path)
         write_text(path.with_name(f"{SHIM}.py"), SHIM_CODE)
