@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
@@ -252,14 +253,45 @@ def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> 
     )
 
 
-def loaded(mechanism: Forward) -> AbstractContextManager[object]:
-    """Return a context in which all parts of a mechanism have their weights, where accelerate keeps them elsewhere.
+def gather_parts(module: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Have DeepSpeed's ZeRO-3 gather the weights of parts with those of a module: now, and before each forward of it.
 
-    It loads them for a call of the part that has them, but a mechanism hands weights of its parts, and those that it
-    borrows, to an operation without calling these.
+    Left to itself it gathers them for each call of a part, and when they are read otherwise. How often that is depends
+    on how rows are packed, and processes that differ in it would wait for each other's weights.
+    """
+    from deepspeed import zero  # here: it has prepared the module
+
+    if not _gathering(module._forward_pre_hooks):  # a part itself
+        return
+    known = module.__dict__.get("_external_params", {})
+    for part in parts:
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in _gathering(hooks):
+                del hooks[key]
+        weights: list[Any] = list(part.parameters(recurse=False))
+        for parameter in weights:
+            if id(parameter) not in known:
+                zero.register_external_parameter(module, parameter)
+                if parameter.ds_status.name == "NOT_AVAILABLE":
+                    parameter.all_gather()
+                parameter.ds_active_sub_modules.add(module.ds_id)
+
+
+def _gathering(hooks: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the hooks that are DeepSpeed's."""
+    return [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed")]
+
+
+def loaded(mechanism: Forward) -> AbstractContextManager[object]:
+    """Return a context in which all parts of a mechanism have their weights, where these are kept elsewhere.
+
+    Accelerate loads them for a call of the part that has them, DeepSpeed gathers them for one, but a mechanism hands
+    weights of its parts, and those that it borrows, to an operation without calling these.
     """
     # not with hasattr, which takes five times as long, in every step of decoding
     parts = (*mechanism.modules(), *mechanism.borrowed())
+    if "ds_id" in mechanism.__dict__:
+        gather_parts(mechanism, parts[1:])
     hooked = [part for part in parts if part is not mechanism and "_hf_hook" in part.__dict__]
     if not hooked:
         return nullcontext()
