@@ -33,6 +33,8 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
+from ..mechanisms import MECHANISMS
+from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
 from ..plan import entry_of, read_entries
 from ..sensitivity import predicts_no_tokens
@@ -103,7 +105,7 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     settings = SearchOptions.from_options(options)
-    config, texts = read_replacement(replace), list(batches or ())
+    config, texts = read_replacement(replace, unit), list(batches or ())
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
     with gated(model, config, unit) as gates, torch.no_grad():
@@ -135,8 +137,8 @@ def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
     }
 
 
-def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> MechanismConfig:
-    """Return the config of what replaces heads: from its name, or a mapping of its name to options."""
+def read_replacement(replace: str | MechanismConfig | Mapping[str, Any], unit: str) -> MechanismConfig:
+    """Return the config of what replaces heads or layers: from its name, or a mapping of its name to options."""
     if isinstance(replace, MechanismConfig):
         config = replace
     elif isinstance(replace, str):
@@ -147,6 +149,9 @@ def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> Mech
         (entry,) = read_entries({name: dict(value or {}) for name, value in replace.items()}, ("heads",))
         config = make_config(entry.mechanism, entry.options)
     require("replace", config.mechanism, config.mechanism != "softmax", "something else than what the model has")
+    single = not issubclass(MECHANISMS.get(config.mechanism), CompositeMechanism)
+    expected = "a mechanism that is not made of others itself, unless unit is 'layer'"
+    require("replace", config.mechanism, single or unit == "layer", expected)
     return config
 
 

@@ -133,6 +133,8 @@ def test_keep_in_bytes_is_what_the_cache_then_has():
         ({"replace": "streamin"}, UnknownNameError, "unknown mechanism 'streamin'; did you mean streaming"),
         ({"replace": "softmax"}, OptionError, "replace must be something else"),
         ({"replace": {"streaming": {}, "local": {}}}, OptionError, "replace must be a name, a mechanism config"),
+        ({"replace": "fusion"}, OptionError, "replace must be a mechanism that is not made .* unit is 'layer', got 'fu"),
+        ({"replace": {"by_head": {}}}, OptionError, "replace must be a mechanism that is not made of others"),
         ({"lenghts": [8]}, OptionError, "choose_plan has no option 'lenghts'; did you mean length"),
         ({"num_prompts": 0}, OptionError, "num_prompts must be an integer >= 1"),
         ({"lengths": []}, OptionError, "lengths must be at least one"),
