@@ -73,5 +73,6 @@ def _state_bytes(mechanism: Mechanism, length: int) -> int:
     query = like.expand(1, layer.num_heads, length, layer.head_dim)
     key = like.expand(1, layer.num_key_value_heads, length, layer.head_dim)
     value = like.expand(*key.shape[:3], layer.head_dim if layer.value_dim is None else layer.value_dim)
-    _, state = mechanism(query, key, value)
+    hidden = like[0].expand(1, length, layer.hidden_size or 1)
+    _, state = mechanism(query, key, value, **mechanism.keywords({"hidden_states": hidden}))
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, torch.Tensor))

@@ -106,17 +106,22 @@ def test_nothing_everything_and_more_than_there_is_are_refused(keep):
         choose(make_retriever(), keep)
 
 
-def test_keep_in_bytes_is_what_the_cache_then_has():
+@pytest.mark.parametrize("replace", [WINDOW, {"gated_deltanet": {"gate_input": "hidden"}}], ids=["window", "hidden"])
+def test_keep_in_bytes_is_what_the_cache_then_has(replace):
     length = 32
 
     def state_size(chosen) -> int:
         return state_bytes_by_length(patch_model(make_retriever(), chosen), [length])[0].patched
 
-    sizes = {n: state_size(choose(make_retriever(), n)) for n in (1, 2, 3)}
+    sizes = {n: state_size(choose(make_retriever(), n, replace=replace)) for n in (1, 2, 3)}
     assert sizes[1] < sizes[2] < sizes[3]
     for n, room in ((1, 2 * length), (1, sizes[2] - sizes[1] - 1), (2, 2 * length), (2, sizes[3] - sizes[2] - 1)):
-        chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length)
+        chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length, replace=replace)
         assert chosen.record.num_kept == n and state_size(chosen) <= sizes[n] + room
+
+
+def test_bytes_that_no_number_of_heads_has_are_refused():
+    length = 32
     for wrong in (10, 10**9):
         with pytest.raises(OptionError, match=r"state_bytes must be from .* at 32 tokens, for one head to all"):
             choose(make_retriever(), state_bytes=wrong, length=length)
