@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..architecture import classifies_texts, root_model
+from ..architecture import classifies_texts, layers_sharing_keys, root_model
 from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
@@ -123,17 +123,19 @@ def choose_plan(
 
 
 def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
-    """Return what a record says of a model: its class and heads, their scores, and the `count` best."""
+    """Return what a record says of a model: its class and heads, who shares keys, the scores, and the `count` best."""
+    root = root_model(gates.model)
     layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
     kept = sorted(scores.topk(count).indices.tolist())
     return {
-        "model": type(root_model(gates.model)).__name__,
+        "model": type(root).__name__,
         "heads": [layer.num_key_value_heads for layer in layers],
         "kept": [[gates.places[i].layer, head] for i in kept for head in gates.places[i].heads],
         "scores": [
             [float(scores[i]) for i, place in enumerate(gates.places) if place.layer == layer.index]
             for layer in layers
         ],
+        "sharing": layers_sharing_keys({path: root.get_submodule(path) for path in gates.mechanisms}),
     }
 
 

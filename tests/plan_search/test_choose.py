@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_linattn import (
     CheckpointError,
@@ -31,8 +32,8 @@ from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from tests.evaluation.recall_reader import bundled_tokenizer
-from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
-from tests.models import make_model
+from tests.helpers import Snapshot, assert_close, logits_of, make_tokenizer, make_tokens
+from tests.models import SHARING, make_model, make_sharing
 from tests.plan_search.retriever import FOUND, WINDOW, make_prompt, make_prompts, make_retriever
 
 TEXT = [{"input_ids": make_tokens(2, 12)}]
@@ -64,6 +65,29 @@ def test_plans_come_back_from_json_and_files(plan, tmp_path):
     ids = make_tokens(1, 12) % 30
     expected = logits_of(patch_model(make_retriever(), plan), ids)
     assert torch.equal(logits_of(patch_model(make_retriever(), again), ids), expected)
+
+
+def test_a_plan_that_was_saved_before_records_said_who_shares_keys_is_read(plan):
+    document = json.loads(plan.to_json())
+    assert document.pop("sharing") == []
+    assert ChosenPlan.from_json(json.dumps(document)).record == plan.record
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize(("unit", "heads"), [("head", 1), ("layer", 2)])
+def test_a_plan_decodes_where_layers_share_keys(name, unit, heads):
+    """Of each layer and the one that lends it keys, the cache has keys of both or of none."""
+    model, ids = make_sharing(name, num_key_value_heads=heads), make_tokens(2, 12)
+    chosen = choose(model, 1, unit=unit, signal="divergence", batches=TEXT)
+    assert chosen.record.sharing == [[0, 2], [1, 3]]
+    patch_model(model, chosen)
+    exact = chosen.record.kept[0][0]
+    (kept,) = [m for m in get_mechanisms(model).values() if m.layer.index == exact]
+    assert set(kept.members) == {"softmax"}, "all of the layer"
+    cache, want = DynamicCache(config=model.config), model(input_ids=ids, use_cache=False).logits
+    got = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([9, 1, 2], dim=1)]
+    assert_close(torch.cat(got, dim=1), want)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +162,7 @@ def test_bytes_that_no_number_of_heads_has_are_refused():
         ({"replace": "streamin"}, UnknownNameError, "unknown mechanism 'streamin'; did you mean streaming"),
         ({"replace": "softmax"}, OptionError, "replace must be something else"),
         ({"replace": {"streaming": {}, "local": {}}}, OptionError, "replace must be a name, a mechanism config"),
-        ({"replace": "fusion"}, OptionError, "replace must be a mechanism that is not made .* unit is 'layer', got 'fu"),
+        ({"replace": "fusion"}, OptionError, "replace must be a mechanism that is not made .* 'layer', got 'fusion'"),
         ({"replace": {"by_head": {}}}, OptionError, "replace must be a mechanism that is not made of others"),
         ({"lenghts": [8]}, OptionError, "choose_plan has no option 'lenghts'; did you mean length"),
         ({"num_prompts": 0}, OptionError, "num_prompts must be an integer >= 1"),
