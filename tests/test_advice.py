@@ -114,7 +114,10 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
     assert [batch["input_ids"].device.type for batch in chosen_on] == ["meta", "meta"]
 
 
-def test_inputs_within_the_window_choose_no_heads_and_the_other_plans_are_tried(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("length", "why"), [(240, "the longest prompt has 239 tokens"), (150, "must be at least 180 for the task")]
+)
+def test_inputs_that_choose_no_heads_leave_the_other_plans_to_be_tried(length, why, monkeypatch, caplog):
     module, tried = import_module("hf_linattn.advice.advise"), []
 
     def trial(model, name, plan, material, least):
@@ -125,8 +128,8 @@ def test_inputs_within_the_window_choose_no_heads_and_the_other_plans_are_tried(
     monkeypatch.setattr(module, "with_costs", lambda _, trial, __: trial)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
     texts = load_text_splits()["test"]["text"][:40]
-    advise(model, tokenizer, texts, 240, settings=SETTINGS)
-    assert tried == list(candidate_plans(4)) and "no heads are chosen" in caplog.text
+    advise(model, tokenizer, texts, length, settings=SETTINGS)
+    assert tried == list(candidate_plans(4)) and re.search(f"no heads are chosen.*{why}", caplog.text)
 
 
 def test_a_plan_that_is_refused_is_left_out_and_says_why(monkeypatch, caplog):

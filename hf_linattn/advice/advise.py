@@ -168,7 +168,7 @@ def try_plans(
 def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[str, Plan]:
     """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence.
 
-    None where `length` has no more tokens than their windows.
+    None where no heads can be chosen, as where `length` has no more tokens than their windows, or too few for a task.
     """
     window = IN_ALL_LAYERS["streaming"]
     try:
@@ -177,7 +177,7 @@ def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[s
             replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
             batches=[{"input_ids": row[None]} for row in material.calibration.to(model.device)],
         )  # fmt: skip
-    except DataError as error:  # what lies within the window chooses no heads; the other plans can be tried
+    except HfLinattnError as error:  # what lies within the window chooses no heads; the other plans can be tried
         logger.warning("no heads are chosen, and plans that keep some are not tried: %s", error)
         return {}
     return chosen_plans(plan)
