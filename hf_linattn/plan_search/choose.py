@@ -117,7 +117,7 @@ def choose_plan(
             **_places(gates, scores, count), unit=unit, replace=entry_of(config), search=search, reason=reason,
             signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,
             examples=dict(Counter(group for one in chosen for group in one.groups)),
-            options={**settings.recorded(), "keep": keep},
+            options={**settings.recorded(), "keep": keep if settings.state_bytes is None else None},
         )  # fmt: skip
     return ChosenPlan.of(record)
 

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import re
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -27,8 +28,9 @@ from hf_linattn import (
     get_patch_config,
     patch_model,
 )
-from hf_linattn.evaluation import state_bytes_by_length
+from hf_linattn.cache import state_bytes
 from hf_linattn.evaluation.recall import OwnAnswer
+from hf_linattn.ops.common.growing import SPARE
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from tests.evaluation.recall_reader import bundled_tokenizer
@@ -130,18 +132,22 @@ def test_nothing_everything_and_more_than_there_is_are_refused(keep):
         choose(make_retriever(), keep)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("replace", [WINDOW, {"gated_deltanet": {"gate_input": "hidden"}}], ids=["window", "hidden"])
-def test_keep_in_bytes_is_what_the_cache_then_has(replace):
-    length = 32
-
-    def state_size(chosen) -> int:
-        return state_bytes_by_length(patch_model(make_retriever(), chosen), [length])[0].patched
-
-    sizes = {n: state_size(choose(make_retriever(), n, replace=replace)) for n in (1, 2, 3)}
-    assert sizes[1] < sizes[2] < sizes[3]
-    for n, room in ((1, 2 * length), (1, sizes[2] - sizes[1] - 1), (2, 2 * length), (2, sizes[3] - sizes[2] - 1)):
-        chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length, replace=replace)
-        assert chosen.record.num_kept == n and state_size(chosen) <= sizes[n] + room
+def test_keep_in_bytes_is_what_the_cache_has_of_a_prompt_and_a_token(replace):
+    length, ids = 32, make_tokens(1, 32) % 30
+    with pytest.raises(OptionError, match="state_bytes must be from") as refused:
+        choose(make_retriever(), state_bytes=10, length=length, replace=replace)
+    one, most = (int(n.replace(",", "")) for n in re.search(r"from ([\d,]+) to ([\d,]+)", str(refused.value)).groups())
+    added, unused = (most + 1 - one) // 3, []
+    for limit, count in ((one, 1), (one + added - 1, 1), (one + added, 2), (most, 3)):
+        chosen = choose(make_retriever(), state_bytes=limit, length=length, replace=replace)
+        assert chosen.record.num_kept == count and chosen.record.options["keep"] is None
+        model = patch_model(make_retriever(), chosen)
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        model(ids[:, -1:], past_key_values=cache)
+        unused.append(limit - state_bytes(cache))
+    assert min(unused) >= 0 and unused[0] == length + SPARE, "a byte for each token, as none was a pad"
 
 
 def test_bytes_that_no_number_of_heads_has_are_refused():
