@@ -99,7 +99,7 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     """
     pairs = list(zip(modules, mechanisms, strict=True))
     states = {getattr(module, "layer_idx", None) for module, mechanism in pairs if keeps_states(mechanism)}
-    read: dict[int, int] = {}  # tokens -> the first layer that has read so many
+    read: dict[int, int] = {}  # number of tokens -> the first layer that has read it
     for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
         index: Any = getattr(module, "layer_idx", None)  # encoders have none
