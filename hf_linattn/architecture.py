@@ -247,6 +247,18 @@ def lender_of(module: nn.Module) -> int | None:
     return max((i for i in own if kinds[i] == kinds[index]), default=None)
 
 
+def layers_sharing_keys(attention: dict[str, nn.Module]) -> list[list[int]]:
+    """Return groups of layers, by their places in `attention`, that attend to the keys of the first of each."""
+    modules = list(attention.values())
+    places = {(id(module.config), getattr(module, "layer_idx", None)): i for i, module in enumerate(modules)}
+    groups: dict[int, list[int]] = {}
+    for place, module in enumerate(modules):
+        if (lender := lender_of(module)) is not None:
+            first = places[id(module.config), lender]
+            groups.setdefault(first, [first]).append(place)
+    return list(groups.values())
+
+
 def _head_widths(module: nn.Module, num_heads: int, shared_heads: int) -> tuple[int | None, int | None]:
     """Return how wide the heads of keys and values are, as far as the projections say it.
 
