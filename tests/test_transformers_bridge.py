@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DecisionTransformerConfig, DecisionTransformerModel
 
 from hf_linattn import (
     UnsupportedModeError,
@@ -227,6 +227,9 @@ SEQUENCES = [
     ([[0, 1, 0, 1]], None, [[0, 0, 1, 1]]),
     ([[0, 0, 0, 1]], None, [[0, 1, 2, 2]]),
     ([[5, 6, 7, 8]], None, None),
+    ([[0, 0, 0, 0], [0, 0, 1, 0]], None, [[0, 0, 0, 0], [0, 1, 1, 2]]),  # the first counts nothing
+    ([[7, 7, 7, 7]], None, None),
+    ([[0, 0, 0, 1]], [[1, 1, 1, 0]], None),
     ([[1, 1, 0, 1]], [[0, 0, 1, 1]], None),  # left padding
     ([[0, 0, 0, 1]], [[0, 0, 1, 1]], None),
     ([[0, 1, 1, 1]], [[1, 1, 0, 0]], None),  # right padding
@@ -240,6 +243,20 @@ def test_sequences_are_told_apart_by_restarts_and_not_by_padding(positions, mask
     mask = None if mask is None else torch.tensor(mask).bool()
     ids = sequence_ids(torch.tensor(positions), None, mask, 4, 4)
     assert (None if ids is None else ids.tolist()) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 6, dtype=torch.long)])
+def test_positions_that_a_model_does_not_count_part_nothing(mask):
+    """Decision Transformer hands its GPT-2 zeros for all tokens."""
+    torch.manual_seed(0)
+    sizes = {"state_dim": 5, "act_dim": 3, "hidden_size": 32, "n_layer": 2, "n_head": 2, "max_ep_len": 8}
+    model = DecisionTransformerModel(DecisionTransformerConfig(**sizes)).eval()
+    widths = {"states": 5, "actions": 3, "rewards": 1, "returns_to_go": 1}
+    inputs = {name: torch.randn(2, 6, width) for name, width in widths.items()}
+    inputs |= {"timesteps": torch.arange(6).expand(2, -1), "attention_mask": mask}
+    want = model(**inputs).action_preds
+    assert_close(patch_model(model, "softmax")(**inputs).action_preds, want)
 
 
 def test_cumulative_lengths_of_flash_attention_tell_sequences_apart():
