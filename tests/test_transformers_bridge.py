@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, DecisionTransformerConfig, DecisionTransformerModel
+from transformers import (
+    AutoModelForCausalLM,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
+    SegformerConfig,
+    SegformerModel,
+)
 
 from hf_linattn import (
     UnsupportedModeError,
@@ -130,13 +137,29 @@ def test_a_table_of_another_tower_does_not_bound_the_tokens():
 
 
 
-def test_a_layer_that_never_calls_its_mechanism_is_named(monkeypatch):
-    """A model whose attention passes by the interface would only look patched."""
-    model = make_patched("llama")
+@pytest.mark.parametrize("layers", [None, 0])
+def test_a_layer_that_never_calls_its_mechanism_is_named(layers, monkeypatch):
+    """A model whose attention passes by the interface would only look patched, but where that layer is left out."""
+    model = patch_model(make_model("llama"), "linear", layers)
     module = model.model.layers[1].self_attn
     monkeypatch.setattr(module, "forward", lambda hidden_states, **kwargs: (hidden_states, None))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn never called .*unpatch_model"):
+    named = pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn never called .*unpatch_model.* layers=")
+    with named if layers is None else nullcontext():
         logits_of(model, make_tokens(1, 5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["softmax", {"linear": 1}])
+def test_a_layer_that_pools_its_keys_keeps_softmax(plan):
+    """SegFormer's first has more queries than keys, and no causality."""
+    torch.manual_seed(0)
+    sizes = {"depths": [1, 1], "sr_ratios": [4, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
+    sizes |= {"patch_sizes": [7, 3], "strides": [2, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2}
+    model, pictures = SegformerModel(SegformerConfig(**sizes)).eval(), torch.randn(2, 3, 32, 32)
+    want = model(pictures, output_hidden_states=True).hidden_states
+    got = patch_model(model, plan)(pictures, output_hidden_states=True).hidden_states
+    assert_close(got[0], want[0])
+    assert torch.allclose(got[1], want[1], atol=1e-4) == (plan == "softmax")
 
 
 # of these no position reaches a layer by itself, in one layer's masks or more; the others are in `ARCHITECTURES`
