@@ -6,6 +6,7 @@ Read from what models declare (`_can_record_outputs`) and from the names that tr
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -44,6 +45,8 @@ IRREPLACEABLE = {
 }
 # what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# what models call a module that attends to other tokens than its own, where they declare it as any other
+CROSSING = re.compile(r"cross_?att|\bx_attn\b")
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -180,7 +183,7 @@ def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Modul
 
 def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
     named = any(isinstance(module, kind) and (name is None or name in path) for kind, name in crossing)
-    return named or bool(getattr(module, "is_cross_attention", False)) or "crossattention" in path
+    return named or bool(getattr(module, "is_cross_attention", False)) or bool(CROSSING.search(path))
 
 
 def _position_bias_note(module: nn.Module) -> str:

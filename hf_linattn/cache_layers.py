@@ -30,7 +30,7 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
     is the length of the decoder's own layer, whose attention runs first.
     """
     across = mechanism.layer.cross
-    decoded = _decoded(module, given) if across else None
+    decoded = _decoded(given) if across else None
     if (cache := _side_of(given, across)) is None:
         return None, decoded
     if (lender := lender_of(module)) is not None:
@@ -46,10 +46,13 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
     return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
 
 
-def _decoded(module: nn.Module, given: Cache) -> Any:
-    """Return how many tokens of the decoder its own attention has read; None if it keeps none."""
+def _decoded(given: Cache) -> Any:
+    """Return how many tokens of the decoder its own attention has read; None if it keeps none.
+
+    Its first layer says so: where a cache has but one side, as of Mllama, layers across keep an image's tokens in it.
+    """
     own: Any = _side_of(given, False)
-    read = own.get_seq_length(getattr(module, "layer_idx", 0) or 0)
+    read = own.get_seq_length()
     return read if isinstance(read, Tensor) else read or None
 
 

@@ -138,9 +138,12 @@ class Forward(Capabilities, nn.Module):
 
 
 def fitting(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None, state: Any
-) -> tuple[Tensor | None, Tensor | None]:
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
+    state: Any, *, pooled: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return mask and ids of all rows, where one row may stand for all of them.
+
+    pooled: whether keys may be fewer than queries, as where a layer pools them.
 
     Programs that are being recorded are not checked: their sizes may be symbols, and they call no C.
 
@@ -148,7 +151,7 @@ def fitting(
         OperandError: the arguments of `Mechanism.forward` do not fit each other or the `AttentionLayer`.
     """
     if not is_recorded():
-        _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None)
+        _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None, pooled)
         if state is not None:
             check_rows(state, query.shape[0])
     rows = query.shape[0]
@@ -159,7 +162,7 @@ def fitting(
 
 def _check_sizes(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
-    stateful: bool,
+    stateful: bool, pooled: bool,
 ) -> None:  # fmt: skip
     given, known, width = query.shape, key.shape, layer.head_dim
     if len(given) != 4 or len(known) != 4 or value.dim() != 4:
@@ -169,7 +172,7 @@ def _check_sizes(
         _refuse("query and key", query, key, f"must be [B, H, Nq, {width}] and [B, Hkv, Nk, {width}], Hkv dividing H")
     if value.shape[:3] != known[:3]:
         _refuse("key and value", key, value, "must have the same rows, heads and tokens")
-    if not layer.cross and known[2] < given[2]:
+    if not (layer.cross or pooled) and known[2] < given[2]:
         what = "these are the last tokens" if layer.causal else "leave layers that pool their keys out of `layers`"
         _refuse("query and key", query, key, f"must have at least as many keys as queries: {what}")
     rows = ((batch, known[2]), (1, known[2]))
