@@ -180,8 +180,8 @@ def no_blocks(*heads: Tensor) -> str | None:
 
 
 def is_window_step(call: BlockSoftmaxCall) -> bool:
-    """Whether a call has one real token of each row behind a window that has no fixed places, and no gradients."""
-    state, inference = call.state, call.policy.inference and call.in_window and call.lengths is None
+    """Whether a call has one token of each row behind a window that has no fixed places, and no gradients."""
+    state, inference = call.state, call.policy.inference and call.in_window
     plain = state is not None and not isinstance(state, RingKeys) and state.key.dtype == call.key.dtype
     return inference and plain and call.query.shape[2] == 1
 
@@ -197,7 +197,7 @@ def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
     """Return the output [B, H, N, Dv], and the state after it where a call has one before, or keeps a window."""
     first, window = call.pattern.num_global, call.pattern.window or 1
     if is_window_step(call):
-        output, after = step_attention(*call[:3], call.state, first, call.scaling, call.sink)
+        output, after = step_attention(*call[:3], call.state, first, call.scaling, call.sink, call.lengths)
         return output, KeptKeys(*after)
     output, state = in_place.attend(TRITON_BLOCKS, call)
     if call.keep and call.in_window and call.policy.inference:

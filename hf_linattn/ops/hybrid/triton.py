@@ -21,7 +21,7 @@ def unsupported(call: HybridCall) -> str | None:
     """Return why there are no kernels for a call."""
     if reason := in_blocks(call):
         return reason
-    if call.causal and call.lengths is not None:
+    if call.causal and call.lengths is not None and (call.state is None or call.key.shape[2] > 1):
         return "padded rows"
     if call.state is None:
         return window_alone(call) or no_blocks(call.query, call.key, call.value)
@@ -39,5 +39,5 @@ def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
     if call.state is None:
         return fused.attend(PARTS, call)
     maps = native_maps(call.weights.query_map, call.weights.key_map)
-    output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state)
+    output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state, call.lengths)
     return output, HybridState(*after)

@@ -27,9 +27,9 @@ def hybrid_step_triton(
     key_weight: Tensor | None, key_bias: Tensor | None, scale: float | None, quadratic: float, offset: float,
     ring_key: Tensor, ring_value: Tensor, sink_key: Tensor, sink_value: Tensor, kv: Tensor, log_max: Tensor,
     length: Tensor, log_mix: Tensor, decay_rate: Tensor | None, window_log: Tensor | None,
-    sink: Tensor | None, far_gate: Tensor | None, scaling: float, sums: Tensor, ring_key_after: Tensor,
-    ring_value_after: Tensor, sink_key_after: Tensor, sink_value_after: Tensor, kv_after: Tensor,
-    log_max_after: Tensor, length_after: Tensor,
+    sink: Tensor | None, far_gate: Tensor | None, ends: Tensor | None, scaling: float, sums: Tensor,
+    ring_key_after: Tensor, ring_value_after: Tensor, sink_key_after: Tensor, sink_value_after: Tensor,
+    kv_after: Tensor, log_max_after: Tensor, length_after: Tensor,
 ) -> None:  # fmt: skip
     """Write the attention of one more token [B, H, 1, Dv] into `sums`, and the state after it.
 
@@ -37,6 +37,7 @@ def hybrid_step_triton(
         query: [B, H, 1, D]. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. Rows are contiguous, as is all else.
         activation ... offset: of the maps of queries and keys, as in a `NativeMap`; weights as they lie.
         ring_key ... length: of a `HybridState`. log_mix ... far_gate: of `HybridWeights`, in any precision.
+        ends: [B], zero for a pad, after which the state is as it was, and one for a token; None if all are.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -48,13 +49,13 @@ def hybrid_step_triton(
     ring, sinks, keys = ring_key.shape[2], sink_key.shape[2], padded(key_size)
     values, most = min(MOST_VALUES, max(1, NUMBERS // row.tile)), max(1, NEAR_NUMBERS // keys)
     rows = min(most, triton.next_power_of_2(max(1, ring)))
-    given = {"DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": far_gate}
+    given = {"DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": far_gate, "ENDS": ends}
     unused, found = log_max, (*row.weights, *given.values())  # the first in the place of numbers that are not read
-    *maps, decay_rate, window_log, sink, far_gate = (unused if x is None else x for x in found)
+    *maps, decay_rate, window_log, sink, far_gate, ends = (unused if x is None else x for x in found)
     launch(
         step_hybrid, (batch * heads, -(-value_size // values)), query,
         query, key, value, *maps, ring_key, ring_value, sink_key, sink_value, kv,
-        log_max, length, log_mix, decay_rate, window_log, sink, far_gate, sums,
+        log_max, length, log_mix, decay_rate, window_log, sink, far_gate, ends, sums,
         ring_key_after, ring_value_after, sink_key_after, sink_value_after, kv_after, log_max_after, length_after,
         *(number for x in (query, key, value) for number in x.stride()[:2]), *row.steps(),
         heads, groups, scaling, *row.numbers, LEAST_WEIGHT[torch.float32],
@@ -77,13 +78,14 @@ def _flops(
 
 
 def step_attention(
-    query: Tensor, key: Tensor, value: Tensor, weights: Any, maps: Any, state: Any
+    query: Tensor, key: Tensor, value: Tensor, weights: Any, maps: Any, state: Any, ends: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output [B, H, 1, Dv] and what is in the next `HybridState`; `state` stays as it is. No gradients.
 
     Arguments as in `hybrid.causal_hybrid_attention`, of one token. maps: of queries and keys, alike but for weights.
+    ends: as in `hybrid_step_triton`.
     """
-    given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.far_gate)
+    given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.far_gate, ends)
     numbers = (x if x is None else x.contiguous() for x in given)
     output, before = value.new_empty(*query.shape[:3], value.shape[-1]), [x.contiguous() for x in state]
     after = tuple(map(torch.empty_like, before))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..linear.triton_feature_kernels import feature_numbers, features_of_row
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
-from ..window.triton_decode_kernels import keep_rows, load_row, see_rows
+from ..window.triton_decode_kernels import is_real, keep_rows, load_row, see_rows
 from .types import GATE_GAIN, GATE_RANGE
 
 GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
@@ -108,7 +108,7 @@ def fold_key(
 @triton.jit
 def step_hybrid(
     query, key, value, query_weight, query_bias, key_weight, key_bias, ring_key, ring_value, sink_key, sink_value, kv,
-    log_max, length, log_mix, decay_rate, window_log, sink, far_gate, sums, ring_key_after, ring_value_after,
+    log_max, length, log_mix, decay_rate, window_log, sink, far_gate, ends, sums, ring_key_after, ring_value_after,
     sink_key_after, sink_value_after, kv_after, log_max_after, length_after, query_batch, query_head, key_batch,
     key_head, value_batch, value_head, query_weight_head, query_weight_group, query_weight_row, query_weight_column,
     query_bias_head, query_bias_group, query_bias_column, key_weight_head, key_weight_row, key_weight_column,
@@ -117,11 +117,12 @@ def step_hybrid(
     ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr, NUM_FEATURES: tl.constexpr,
     KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr,
     SINKS: tl.constexpr, SINK_ROWS: tl.constexpr, DECAYED: tl.constexpr, SHARED: tl.constexpr, BESIDE: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
     The oldest of RING keys enters the sums, the new one if there are none. What makes features: see `features_of_row`.
+    A pad, whose `ends` is zero, leaves all as it is.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head, inputs = sequence // heads, sequence % heads, tl.arange(0, KEYS)
@@ -137,7 +138,8 @@ def step_hybrid(
     new_value = load_row(value + batch * value_batch + head * value_head, columns, VALUE_SIZE)
     kept, total = load_state(kv, sequence, NUM_FEATURES, features, columns, NUM_FEATURES, VALUE_SIZE, True)
     position, rate = tl.load(length + batch), tl.load(decay_rate + head, mask=DECAYED, other=0.0).to(tl.float32)
-    before = tl.load(log_max + sequence) - rate
+    read = is_real(ends + batch, ENDS)
+    before = tl.load(log_max + sequence) - rate * read
     leaving = load_row(ring_value + sequence * RING * VALUE_SIZE, columns, VALUE_SIZE) if RING > 0 else new_value
     for group in range(groups):
         own, row = head * groups + group, sequence * groups + group
@@ -158,11 +160,14 @@ def step_hybrid(
         )  # fmt: skip
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(  # unless the oldest key is a sink, or there is none
-        position >= SINKS + RING, leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after,
-        sequence, features, columns, part == 0, NUM_FEATURES, VALUE_SIZE, ACTIVATION == "exponential" or DECAYED,
+        (position >= SINKS + RING) & (read > 0), leaving_key, leaving_log, leaving, before, kept, total, kv_after,
+        log_max_after, sequence, features, columns, part == 0, NUM_FEATURES, VALUE_SIZE,
+        ACTIVATION == "exponential" or DECAYED,
     )  # fmt: skip
-    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, INPUT_SIZE, RING, ROWS, 0, 1)
-    keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 0, 1)
-    keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
-    keep_rows(sink_value, sink_value_after, sequence, new_value, position, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
-    tl.store(length_after + batch, position + 1, mask=(head == 0) & (part == 0))
+    # where a new key comes, or behind all
+    last, first = tl.where(read > 0, RING - 1, RING), tl.where(read > 0, position, SINKS)
+    keep_rows(ring_key, ring_key_after, sequence, new_key, last, part, parts, inputs, INPUT_SIZE, RING, ROWS, 0, read)
+    keep_rows(ring_value, ring_value_after, sequence, new_value, last, 0, 1, columns, VALUE_SIZE, RING, ROWS, 0, read)
+    keep_rows(sink_key, sink_key_after, sequence, new_key, first, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
+    keep_rows(sink_value, sink_value_after, sequence, new_value, first, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
+    tl.store(length_after + batch, position + read, mask=(head == 0) & (part == 0))

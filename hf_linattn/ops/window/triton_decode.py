@@ -20,8 +20,8 @@ COPIED = 4096  # numbers in a tile that is copied
 @operation("out", "key_after", "value_after", "position_after", "length_after", devices=("CPU", "CUDA"))
 def window_step_triton(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, kept_position: Tensor,
-    length: Tensor, sink: Tensor | None, num_sinks: int, scaling: float, out: Tensor, key_after: Tensor,
-    value_after: Tensor, position_after: Tensor, length_after: Tensor,
+    length: Tensor, sink: Tensor | None, ends: Tensor | None, num_sinks: int, scaling: float, out: Tensor,
+    key_after: Tensor, value_after: Tensor, position_after: Tensor, length_after: Tensor,
 ) -> None:  # fmt: skip
     """Write the attention of one more token [B, H, 1, Dv] into `out`, and the state after it.
 
@@ -29,6 +29,7 @@ def window_step_triton(
         query: [B, H, 1, D]. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. Rows are contiguous, as is all else.
         kept_key ... length: of a `KeptKeys` of a window, whose first min(length, M) places are taken, in order.
         sink: [H], the score of one more key without value. num_sinks: of the first keys, which stay.
+        ends: [B], zero for a pad, after which the state is as it was, and one for a token; None if all are.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
@@ -39,11 +40,11 @@ def window_step_triton(
     rows = min(max(1, NUMBERS // keys), triton.next_power_of_2(max(1, room)))
     launch(
         step_window, (batch * heads, -(-value_size // values)), query,
-        query, key, value, kept_key, kept_value, kept_position, length, length if sink is None else sink, out,
-        key_after, value_after, position_after, length_after,
+        query, key, value, kept_key, kept_value, kept_position, length, length if sink is None else sink,
+        length if ends is None else ends, out, key_after, value_after, position_after, length_after,
         *(number for x in (query, key, value) for number in x.stride()[:2]), heads, query.shape[1] // heads, scaling,
         KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values, ROOM=room, ROWS=rows, SINKS=num_sinks,
-        BESIDE=sink is not None, num_warps=8,
+        BESIDE=sink is not None, ENDS=ends is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -87,12 +88,14 @@ def _no_flops(*_: Any, **__: Any) -> int:
 
 
 def step_attention(
-    query: Tensor, key: Tensor, value: Tensor, state: Any, num_sinks: int, scaling: float, sink: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    query: Tensor, key: Tensor, value: Tensor, state: Any, num_sinks: int, scaling: float, sink: Tensor | None,
+    ends: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """Return the output [B, H, 1, Dv] and what is in the next `KeptKeys`; `state` stays as it is. No gradients."""
     out, before = value.new_empty(*query.shape[:3], value.shape[-1]), [x.contiguous() for x in state]
     after, heads = tuple(map(torch.empty_like, before)), map(dense_rows, (query, key, value))
-    window_step_triton(*heads, *before, sink if sink is None else sink.contiguous(), num_sinks, scaling, out, *after)
+    numbers = (x if x is None else x.contiguous() for x in (sink, ends))
+    window_step_triton(*heads, *before, *numbers, num_sinks, scaling, out, *after)
     return out, after
 
 

@@ -27,6 +27,15 @@ def see_rows(query, scaling, keys, values, seen, top, weight, total):
 
 
 @triton.jit
+def is_real(ends, ENDS: tl.constexpr):
+    """One for a token, zero for a pad, of which only ENDS knows."""
+    read = 1
+    if ENDS:
+        read = tl.load(ends)
+    return read
+
+
+@triton.jit
 def keep_rows(
     rows, rows_after, sequence, new, place, part, parts, columns,
     SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr = 0, moved=0,
@@ -49,15 +58,17 @@ def keep_rows(
 
 @triton.jit
 def step_window(
-    query, key, value, kept_key, kept_value, kept_position, length, sink, out, key_after, value_after, position_after,
-    length_after, query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups, scaling,
+    query, key, value, kept_key, kept_value, kept_position, length, sink, ends, out, key_after, value_after,
+    position_after, length_after, query_batch, query_head, key_batch, key_head, value_batch, value_head, heads, groups,
+    scaling,
     KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, ROOM: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, BESIDE: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, BESIDE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """One more token of a sequence, and all queries of its groups, in VALUES columns of its values.
 
     It sees itself and all of the first min(length, ROOM) rows that are kept; then the new key stands behind them, for
-    which the oldest that is none of the first SINKS gives way once ROOM is full.
+    which the oldest that is none of the first SINKS gives way once ROOM is full. A pad, whose `ends` is zero, leaves
+    all as it is.
     """
     sequence, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head, inputs = sequence // heads, sequence % heads, tl.arange(0, KEYS)
@@ -85,9 +96,10 @@ def step_window(
             top, weight, total = see_rows(asked, scaling, keys, values, seen, top, weight, total)
         place = (sequence * groups + group) * VALUE_SIZE + columns
         tl.store(out + place, total / weight, mask=columns < VALUE_SIZE)
-    full = position >= ROOM
-    moved = tl.where(full, 1, 0)
+    read, full = is_real(ends + batch, ENDS), position >= ROOM
+    moved = tl.where(full, read, 0)
     place = tl.where(full, ROOM - 1 if ROOM > SINKS else ROOM, position)  # without a window it is not kept
+    place = tl.where(read > 0, place, ROOM)
     keep_rows(
         kept_key, key_after, sequence, new_key, place, part, parts, inputs, KEY_SIZE, ROOM, ROWS, SINKS, moved
     )  # fmt: skip
@@ -101,7 +113,7 @@ def step_window(
             known = tl.load(kept_position + batch * ROOM + source, mask=source < ROOM, other=0)
             known = tl.where(row == place, position + 1, known)
             tl.store(position_after + batch * ROOM + row, known, mask=row < ROOM)
-        tl.store(length_after + batch, position + 1)
+        tl.store(length_after + batch, position + read)
 
 
 @triton.jit

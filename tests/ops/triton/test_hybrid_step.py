@@ -238,6 +238,21 @@ def test_a_model_decodes_as_before(taken):
     assert torch.equal(*generated) and taken == [1] * 4 * model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [1, 9])
+@torch.no_grad()
+def test_a_pad_leaves_the_state_as_it_is(case, length):
+    mechanism, heads = make(**CASES[case]), make_heads(length + 1)
+    use_backend(mechanism, "triton")
+    state = mechanism(*(x[:, :, :length] for x in heads))[1]
+    token, mask = [x[:, :, length:] for x in heads], torch.tensor([[True], [False]])
+    whole, after = mechanism(*token, state=state)
+    output, padded = mechanism(*token, mask, state=state)
+    assert torch.equal(output[0], whole[0]) and not output[1].any()
+    for got, want, before in zip(padded, after, state, strict=True):
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], before[1])
+
+
 def test_its_products_are_counted():
     counts = {}
     for backend in ("torch", "triton"):
@@ -291,7 +306,8 @@ for kind, size, window, full in WAYS:
     numbers = {"decay_rate": torch.empty(2), **{name: torch.empty(4) for name in ("window_log", "sink", "far_gate")}}
     numbers = {name: x if full else None for name, x in numbers.items()}
     weights = SimpleNamespace(reach=window - 1, scaling=1.0, log_mix=torch.empty(4, dtype=kind), **numbers)
-    hybrid_step.step_attention(*heads, weights, [make(2), make()], state)
+    ends = torch.ones(1, dtype=torch.long) if full else None
+    hybrid_step.step_attention(*heads, weights, [make(2), make()], state, ends)
 print(json.dumps(memory))
 """
 

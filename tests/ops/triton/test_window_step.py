@@ -111,6 +111,20 @@ def test_a_step_leaves_the_state_before_it_as_it_is():
     assert all(map(torch.equal, state, before))
 
 
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_pad_leaves_the_state_as_it_is(case):
+    mechanism, heads = mechanism_of(case, torch.float32), heads_of(torch.float32)
+    use_backend(mechanism, "triton")
+    state = mechanism(*(x[:, :, :7] for x in heads))[1]
+    token, mask = [x[:, :, 7:8] for x in heads], torch.tensor([[True], [False]])
+    whole, after = mechanism(*token, state=state)
+    output, padded = mechanism(*token, mask, state=state)
+    assert torch.equal(output[0], whole[0]) and not output[1].any()
+    for got, want, before in zip(padded, after, state, strict=True):
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], before[1])
+
+
 def test_gradients_are_those_of_other_operations():
     mechanism, heads = mechanism_of("sinks", torch.float32), heads_of(torch.float32)
     use_backend(mechanism, "triton")
@@ -172,7 +186,7 @@ for kind, size, window, sinks in WAYS:
     heads = [torch.empty(1, h, 300, size, dtype=kind) for h in (4, 2, 2)]
     ends, sink = (torch.full((1,), 300), torch.empty(4)) if sinks else (None, None)
     state = triton_decode.keep_last(*heads[1:], sinks, sinks + window - 1, ends)
-    triton_decode.step_attention(*(x[:, :, :1] for x in heads), state, sinks, 0.1, sink)
+    triton_decode.step_attention(*(x[:, :, :1] for x in heads), state, sinks, 0.1, sink, ends)
 print(json.dumps(memory))
 """
 
