@@ -150,6 +150,12 @@ def check_decoding(case: Case) -> None:
             else:
                 full = model.generate(tokens, attention_mask=mask, num_beams=beams, use_cache=False, **kwargs)
                 expect_equal(batched, full[:, -4:], "beam search with cache against without")
+        mechanism, heads, real = case.make(), case.heads(23), (torch.arange(23) >= 10).expand(2, -1)
+        want, state, parts = mechanism(*(x[:, :, 10:] for x in heads))[0], None, []
+        for span in torch.arange(23).split(4):
+            output, state = mechanism(*(x[:, :, span] for x in heads), real[:, span], None, state)
+            parts.append(output)
+        expect_close(torch.cat(parts, 2)[:, :, 10:], want, "output in pieces of which the first are pads alone")
 
 
 @invariant("5 packing")
