@@ -26,6 +26,7 @@ from .expectations import (
     LENGTH,
     expect,
     expect_close,
+    expect_continued,
     expect_equal,
     expect_finite,
     expect_gradcheck,
@@ -179,6 +180,8 @@ def check_packing(case: Case) -> None:
         packed = model(tokens, position_ids=positions, use_cache=False).logits
         for part, span in enumerate(torch.arange(sum(lengths)).split(lengths)):
             expect_close(packed[:, span], model(tokens[:, span]).logits, f"logits of packed document {part}")
+    if case.causal:
+        expect_continued(mechanism, case.heads(11))
 
 
 @invariant("6 determinism")
