@@ -197,7 +197,32 @@ def test_half_precision_is_calibrated_and_trained(dtype):
     calibrate(model, [batch(2)])
     for seed in range(3):
         model.train()(**batch(seed), use_cache=False)
-    assert all(x.dtype == dtype and bool(x.isfinite().all()) for x in buffers(model).values())
+    assert all(x.dtype == torch.float32 and bool(x.isfinite().all()) for x in buffers(model).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_of_half_precision_follow_the_keys_and_are_saved_and_loaded_whole(tmp_path, dtype):
+    """Keys that move by little: a hundredth of the way to them is less than a rounding, as is what a count loses."""
+    model = model_with(dtype=torch.float32).to(dtype)
+    mechanism, _ = get_mechanisms(model).values()
+    key = torch.ones(1, 2, 32, 8, dtype=dtype)
+    mechanism.prepare(key, key, key, None)
+    for _ in range(300):
+        mechanism.train()(key.repeat(1, 2, 1, 1), key + 0.25, key)
+        mechanism.before_forward()
+    moved = mechanism.codebook[mechanism.counts > 0] - 1
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.25), rtol=0.1, atol=0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert all(torch.equal(x, buffers(loaded)[name]) for name, x in buffers(model).items())
+
+
+def test_codes_that_were_saved_in_half_precision_load(tmp_path):
+    model = model_with(dtype=torch.float32).bfloat16()
+    former = {name: x.bfloat16() for name, x in buffers(model).items()}
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **former})
+    loaded = buffers(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert all(loaded[name].dtype == torch.float32 and torch.equal(loaded[name], former[name].float()) for name in former)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
