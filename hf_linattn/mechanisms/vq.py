@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F
 
 from ..config import require
@@ -65,7 +65,8 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     the gradients of an earlier forward are still to come, as gradient checkpointing then makes it again: it sees the
     same codes. Evaluation changes nothing. All these are
     buffers and no parameters: an optimizer would move codes away from the means that they are. Processes that
-    train together take buffers from the first, where parameters that each moves by its own keys would drift apart.
+    train together sum up their keys first, so that all have the same codes, however the model is wrapped: each has
+    to take part in every training forward. `DistributedDataParallel` gives all of them the keys of the first.
     They are saved, so that a resumed run goes on as an unbroken one, and stay in float32 in a model in half
     precision, where a step of a hundredth of the way is less than a rounding.
 
@@ -164,9 +165,10 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def before_forward(self) -> None:
         if not self.training or self.config.ema_decay == 1:
             return
-        decay, before, new = self.config.ema_decay, self.counts, self.last_counts
+        decay, before = self.config.ema_decay, self.counts
+        new, means = _over_processes(self.last_counts, self.last_means)
         counts = decay * before + (1 - decay) * new
-        self.codebook.lerp_(self.last_means, torch.where(new > 0, (1 - decay) * new / counts, 0.0)[..., None])
+        self.codebook.lerp_(means, torch.where(new > 0, (1 - decay) * new / counts, 0.0)[..., None])
         # without a training forward since, nothing is forgotten
         self.counts.copy_(torch.where(new.any(), counts, before))
         self.last_counts.zero_()
@@ -220,4 +222,14 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 def _by_head(x: Tensor) -> Tensor:
     """Return [Hkv, B N, ...] of x [B, Hkv, N, ...]."""
     return x.transpose(0, 1).flatten(1, 2)
+
+
+def _over_processes(counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers of keys [Hkv, S] and their means [Hkv, S, D] in all processes that train together."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return counts, means
+    sums = torch.cat([means * counts[..., None], counts[..., None]], dim=-1)
+    distributed.all_reduce(sums)
+    counts = sums[..., -1]
+    return counts, sums[..., :-1] / counts.clamp(min=1)[..., None]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import calibrate, get_mechanisms, patch_model
@@ -222,7 +225,7 @@ def test_codes_that_were_saved_in_half_precision_load(tmp_path):
     former = {name: x.bfloat16() for name, x in buffers(model).items()}
     model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **former})
     loaded = buffers(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert all(loaded[name].dtype == torch.float32 and torch.equal(loaded[name], former[name].float()) for name in former)
+    assert all(x.dtype == torch.float32 and torch.equal(x, former[name].float()) for name, x in loaded.items())
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -268,6 +271,40 @@ def test_codes_follow_the_keys_of_training_as_running_means():
     codebook = mechanism.codebook.clone()
     mechanism.before_forward()  # every forward counts once
     assert torch.equal(mechanism.codebook, codebook)
+
+
+def move_together(processes, patch) -> None:
+    """Move the codes of mechanisms that stand for processes, first for what each sends; evaluation sends nothing."""
+    sent: list[torch.Tensor] = []
+    patch.setattr(distributed, "is_initialized", lambda: True)
+    patch.setattr(distributed, "get_world_size", lambda: len(processes))
+    patch.setattr(distributed, "all_reduce", lambda x: sent.append(x.clone()))
+    for mechanism in processes:
+        copy.deepcopy(mechanism).eval().before_forward()
+        copy.deepcopy(mechanism).before_forward()
+    assert len(sent) == len(processes)
+    patch.setattr(distributed, "all_reduce", lambda x: x.copy_(sum(sent)))
+    for mechanism in processes:
+        mechanism.before_forward()
+
+
+def test_processes_that_train_together_have_the_codes_of_one_that_has_all_their_keys(monkeypatch):
+    """With unequal numbers of keys."""
+    case = Case("vq", "llama", True, {"num_codes": 6, "block_size": 8, "ema_decay": 0.9})
+    first, second = case.heads(LENGTH), [x[:, :, :20] for x in case.heads(LENGTH, seed=1)]
+    both = [torch.cat([a, F.pad(b, (0, 0, 0, LENGTH - 20))]) for a, b in zip(first, second, strict=True)]
+    mask = torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH, 20, 20])[:, None]
+    whole, *processes = (case.make().train() for _ in range(3))
+    for _ in range(2):
+        for mechanism, heads in zip(processes, (first, second), strict=True):
+            mechanism(*heads)
+        whole(*both, mask)
+        whole.before_forward()
+        with monkeypatch.context() as patch:
+            move_together(processes, patch)
+        for mechanism in processes:
+            torch.testing.assert_close(mechanism.codebook, whole.codebook)
+            torch.testing.assert_close(mechanism.counts, whole.counts)
 
 
 def test_what_was_trained_before_calibration_does_not_count_after_it():
