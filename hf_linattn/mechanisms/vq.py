@@ -67,8 +67,8 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     buffers and no parameters: an optimizer would move codes away from the means that they are. Processes that
     train together sum up their keys first, so that all have the same codes, however the model is wrapped: each has
     to take part in every training forward. `DistributedDataParallel` gives all of them the keys of the first.
-    They are saved, so that a resumed run goes on as an unbroken one, and stay in float32 in a model in half
-    precision, where a step of a hundredth of the way is less than a rounding.
+    They are saved, so that a resumed run goes on as an unbroken one. In a model in half precision they stay in
+    float32: a step of a hundredth of the way is less than a rounding there.
 
     Deviations: near keys are not quantised (in the paper all are), as a pretrained model was not trained for it. Keys
     are taken as they are, without normalisation; no gradient goes straight through the quantisation, and there is no
@@ -106,11 +106,12 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VqMechanism:
         """Follow the model to any device and dtype, but leave codes and counts in float32 where that is half."""
-        exact = dict(self._buffers)
+        exact: dict[str, Any] = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, x in self._buffers.items():
-            if x.dtype != torch.promote_types(x.dtype, torch.float32):
-                self._buffers[name] = exact[name].to(x.device)
+        for name, before in exact.items():
+            after = self.get_buffer(name)
+            if after.dtype != torch.promote_types(after.dtype, torch.float32):
+                self._buffers[name] = before.to(after.device)
         return self
 
     def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
