@@ -34,7 +34,7 @@ REFUSALS: dict[str, Refusal] = {
         "a layer that never calls the mechanism attached to it",
         UnsupportedModelError,
         "the model would only look patched; found after the first evaluation forward",
-        "leave the layer out with `layers=...`",
+        "leave the layer out of `layers=` or `cross_attention=`",
     ),
     "shared heads": Refusal(
         "tensor parallelism over the heads of a layer whose mechanism has parameters or choices for each head",

@@ -6,6 +6,7 @@ Read from what models declare (`_can_record_outputs`) and from the names that tr
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -44,6 +45,8 @@ IRREPLACEABLE = {
 }
 # what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# what models call a module that attends to other tokens than its own, where they declare it as any other
+CROSSING = re.compile(r"cross_?att|\bx_attn\b")
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -180,7 +183,7 @@ def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Modul
 
 def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
     named = any(isinstance(module, kind) and (name is None or name in path) for kind, name in crossing)
-    return named or bool(getattr(module, "is_cross_attention", False)) or "crossattention" in path
+    return named or bool(getattr(module, "is_cross_attention", False)) or bool(CROSSING.search(path))
 
 
 def _position_bias_note(module: nn.Module) -> str:
@@ -245,6 +248,18 @@ def lender_of(module: nn.Module) -> int | None:
     kinds, index = config.layer_types, module.layer_idx
     own = range(config.num_hidden_layers - config.num_kv_shared_layers)
     return max((i for i in own if kinds[i] == kinds[index]), default=None)
+
+
+def layers_sharing_keys(attention: dict[str, nn.Module]) -> list[list[int]]:
+    """Return groups of layers, by their places in `attention`, that attend to the keys of the first of each."""
+    modules = list(attention.values())
+    places = {(id(module.config), getattr(module, "layer_idx", None)): i for i, module in enumerate(modules)}
+    groups: dict[int, list[int]] = {}
+    for place, module in enumerate(modules):
+        if (lender := lender_of(module)) is not None:
+            first = places[id(module.config), lender]
+            groups.setdefault(first, [first]).append(place)
+    return list(groups.values())
 
 
 def _head_widths(module: nn.Module, num_heads: int, shared_heads: int) -> tuple[int | None, int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
     is the length of the decoder's own layer, whose attention runs first.
     """
     across = mechanism.layer.cross
-    decoded = _decoded(module, given) if across else None
+    decoded = _decoded(given) if across else None
     if (cache := _side_of(given, across)) is None:
         return None, decoded
     if (lender := lender_of(module)) is not None:
@@ -46,10 +46,13 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
     return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
 
 
-def _decoded(module: nn.Module, given: Cache) -> Any:
-    """Return how many tokens of the decoder its own attention has read; None if it keeps none."""
+def _decoded(given: Cache) -> Any:
+    """Return how many tokens of the decoder its own attention has read; None if it keeps none.
+
+    Its first layer says so: where a cache has but one side, as of Mllama, layers across keep an image's tokens in it.
+    """
     own: Any = _side_of(given, False)
-    read = own.get_seq_length(getattr(module, "layer_idx", 0) or 0)
+    read = own.get_seq_length()
     return read if isinstance(read, Tensor) else read or None
 
 
@@ -94,11 +97,12 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     """Refuse a cache whose states others made, or that cannot hold them, before any of its layers is read or written.
 
     Raises:
-        UnsupportedModeError: another mechanism's states, a static cache for a mechanism without `static_steps`, or a
-            state in one alone of two layers that share keys.
+        UnsupportedModeError: another mechanism's states, a static cache for a mechanism without `static_steps`, a
+            state in one alone of two layers that share keys, or layers that have not read as many tokens.
     """
     pairs = list(zip(modules, mechanisms, strict=True))
     states = {getattr(module, "layer_idx", None) for module, mechanism in pairs if keeps_states(mechanism)}
+    read: dict[int, int] = {}  # number of tokens -> the first layer that has read it
     for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
         index: Any = getattr(module, "layer_idx", None)  # encoders have none
@@ -110,6 +114,21 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
             layers[index].require_own(mechanism.config, mechanism.layer.index)
         elif isinstance(layers[index], StaticLayer) and mechanism.layer.causal and keeps_states(mechanism):
             _require_static(mechanism, layers[index].is_sliding)
+        if mechanism.layer.causal and lender is None and not isinstance(layers[index], StaticLayer):
+            length = layers[index].get_seq_length()
+            if isinstance(length, int):  # the value of a tensor would have to be waited for
+                read.setdefault(length, index)
+    _require_even(read)
+
+
+def _require_even(read: Mapping[int, int]) -> None:
+    """Refuse a cache of which some layers forgot tokens and others could not."""
+    if len(read) > 1:
+        (length, index), (other, another), *_ = read.items()
+        raise UnsupportedModeError(
+            f"past_key_values has read {length} tokens in layer {index} and {other} in layer {another}, as where a"
+            " crop or a forward ended on the way; start with a new cache"
+        )
 
 
 def _require_static(mechanism: Mechanism, sliding: bool) -> None:

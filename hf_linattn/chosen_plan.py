@@ -12,7 +12,7 @@ from typing import Any
 from .atomic_io import write_text
 from .errors import CheckpointError, PatchError
 from .mechanisms import AttentionLayer
-from .plan import Plan, read_plan
+from .plan import Plan, read_plan, softmax_beside_states
 from .reading import reading
 
 FORMAT_VERSION = 1
@@ -31,6 +31,7 @@ class PlanRecord:
         search, signal: what was used. reason: why the signal is not the one that was asked for; else empty.
         seed: of the prompts. seconds: what the choice took. examples: what it looked at -> how many of these.
         options: the other options of the search.
+        sharing: groups of layers that attend to the keys of one of them.
     """
 
     model: str
@@ -46,6 +47,7 @@ class PlanRecord:
     seconds: float = 0.0
     examples: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    sharing: list[list[int]] = field(default_factory=list)
 
     @property
     def num_kept(self) -> int:
@@ -78,13 +80,14 @@ class ChosenPlan(list[dict[str, Any]]):
         for layer, count in enumerate(record.heads):
             replaced = tuple(head for head in range(count) if head not in kept.get(layer, ()))
             places.setdefault(replaced, []).append(layer)
+        exact = set(places.pop((), ()))
         entries = []
         for heads, layers in places.items():
             whole = all(len(heads) == record.heads[layer] for layer in layers)
             named = {} if whole else {"heads": list(heads)}
-            if heads:
-                entries.append({**record.replace, "layers": layers, **named})
-        return cls(entries, record)
+            entries.append({**record.replace, "layers": layers, **named})
+        converted = set(range(len(record.heads))) - exact
+        return cls(entries + softmax_beside_states(converted, record.sharing), record)
 
     def keeping(self, kept: Sequence[list[int]], **options: Any) -> ChosenPlan:
         """Return the plan of the same choice in which other [layer, key/value head] stay exact.
@@ -122,6 +125,7 @@ class ChosenPlan(list[dict[str, Any]]):
             raise CheckpointError(
                 f"plan: format_version must be {FORMAT_VERSION}, got {version!r}; give what ChosenPlan.to_json wrote"
             )
+        document = {"sharing": [], **document}  # which came later
         names = [f.name for f in fields(PlanRecord)]
         if missing := [name for name in ("plan", *names) if name not in document]:
             raise CheckpointError(f"plan: the field {missing[0]!r} is missing; give what ChosenPlan.to_json wrote")

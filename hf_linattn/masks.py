@@ -388,10 +388,12 @@ def sequence_ids(
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
         return None
     restart = position_ids[:, 1:] <= position_ids[:, :-1]
+    rise = ~restart
     if key_padding_mask is not None:
         # the positions of padding mean nothing, and what stands before the first real token is no sequence
         begun = key_padding_mask[:, :-1].cumsum(1) > 0
-        restart = restart & key_padding_mask[:, 1:] & begun
+        restart, rise = (x & key_padding_mask[:, 1:] & begun for x in (restart, rise))
+    restart = restart & rise.any(1, keepdim=True)  # zeros for all tokens, which some models pass, part nothing
     if is_known(restart) and not bool(restart.any()):
         return None
     ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))

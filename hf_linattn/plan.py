@@ -260,6 +260,20 @@ def heads_plan(entries: Sequence[PlanEntry]) -> dict[str, Any] | list[dict[str, 
     ]
 
 
+def softmax_beside_states(converted: Collection[int], sharing: Iterable[Collection[int]]) -> list[dict[str, Any]]:
+    """Return the entries of layers that keep softmax and share keys with converted ones, of which the cache has none.
+
+    `by_head` has its own keys there, in its state. sharing: groups of layers that attend to the keys of one of them.
+
+    >>> softmax_beside_states([0, 1], [[1, 2], [3, 4]])
+    [{'mechanism': 'by_head', 'options': {'plan': {'softmax': None}}, 'layers': [2]}]
+    """
+    beside = [set(group).difference(converted) for group in sharing if not set(group).isdisjoint(converted)]
+    layers = sorted(set().union(*beside))
+    exact = {"mechanism": "by_head", "options": {"plan": {"softmax": None}}}
+    return [{**exact, "layers": layers}] if layers else []
+
+
 def entry_of(config: MechanismConfig) -> dict[str, Any]:
     """Return the entry of a plan that gives all layers this config."""
     return {"mechanism": config.mechanism, "options": config.to_options()}

@@ -19,10 +19,16 @@ from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
 
+class Sensitivity(dict[str, float]):
+    """Path of an attention module -> what converting it costs; `layers` has the index of those of self-attention."""
+
+    layers: Mapping[str, int] | None = None
+
+
 @torch.no_grad()
 def layer_sensitivity(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool = False
-) -> dict[str, float]:
+) -> Sensitivity:
     """Return path of the attention module -> mean KL(original || that layer converted), in nats per real token.
 
     All other layers answer with softmax, so that what one layer loses is not mixed with what others do. Mechanisms
@@ -61,19 +67,25 @@ def layer_sensitivity(
             count += int(real.sum())
     if not count:
         raise OptionError("batches must hold at least one batch with real tokens, got none")
-    return {path: total / count for path, total in totals.items()}
+    costs = Sensitivity({path: total / count for path, total in totals.items()})
+    costs.layers = {path: mechanism.layer.index for path, mechanism in converted.items() if not mechanism.layer.cross}
+    return costs
 
 
 def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
     """Return the indices of the layers to convert: all but the most sensitive ones, at most `share` of them.
 
+    sensitivity: of `layer_sensitivity`, of which layers that were measured and attend to no encoder count; a plain
+    dict has all layers of a model in order.
+
     >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
     [0, 2, 3]
     """
     require("softmax_share", share, 0 <= share < 1, "at least 0 and below 1")
-    values = list(sensitivity.values())
-    ranked = sorted(range(len(values)), key=lambda index: -values[index])
-    return sorted(ranked[math.floor(share * len(values)) :])
+    layers = getattr(sensitivity, "layers", None)
+    layers = {path: index for index, path in enumerate(sensitivity)} if layers is None else layers
+    ranked = sorted(layers, key=lambda path: -sensitivity[path])
+    return sorted(layers[path] for path in ranked[math.floor(share * len(ranked)) :])
 
 
 def _predict(model: nn.Module, inputs: Mapping[str, Any], interceptors: Mapping[str, Interceptor]) -> Tensor:

@@ -37,6 +37,7 @@ from .masks import (
     window_of,
 )
 from .mechanisms import Mechanism
+from .mechanisms.softmax import SoftmaxMechanism
 from .mixed_adapters import refuse_mixed_adapters
 from .open_forwards import OpenForwards
 from .ops.common.exact_softmax import softmax_attention
@@ -203,15 +204,16 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After the first evaluation forward, check that every layer really called its mechanism."""
+    """After the first evaluation forward, check that every layer called its mechanism, but for those left softmax."""
     patched: PatchedModel = getattr(model, RECORD)
     if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active or is_replica(model):
         return
-    idle = [path for path, module in patched.attention.items() if not mechanism_of(module).calls]
+    found = {path: mechanism_of(module) for path, module in patched.attention.items()}
+    idle = [path for path, x in found.items() if not (x.calls or isinstance(x, SoftmaxMechanism))]
     if idle:
         raise UnsupportedModelError(
             f"{type(model).__name__}: {', '.join(idle)} never called the mechanism attached to it, so the model only"
-            " looks patched; call unpatch_model(model), or leave these layers out with layers=..."
+            " looks patched; call unpatch_model(model), or leave these layers out of layers= or cross_attention="
         )
     patched.verified = True
 

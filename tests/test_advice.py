@@ -21,6 +21,7 @@ from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError
 from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend, trial
 from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
+from hf_linattn.architecture import layers_sharing_keys, self_attention_modules
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.advise import advise as command
@@ -31,7 +32,7 @@ from hf_linattn.plan import PatchConfig, name_or_plan
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.finetuning import fine_tune
 from tests.helpers import Snapshot, make_tokenizer, make_tokens
-from tests.models import make_model
+from tests.models import SHARING, make_model, make_sharing
 
 LLAMA = "recipes/pretrained/llama"
 SETTINGS = Settings(calibration_tokens=128, windows=2, prompts=2, block_size=64, batch_size=2, lora_rank=2)
@@ -113,7 +114,10 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
     assert [batch["input_ids"].device.type for batch in chosen_on] == ["meta", "meta"]
 
 
-def test_inputs_within_the_window_choose_no_heads_and_the_other_plans_are_tried(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("length", "why"), [(240, "the longest prompt has 239 tokens"), (150, "must be at least 180 for the task")]
+)
+def test_inputs_that_choose_no_heads_leave_the_other_plans_to_be_tried(length, why, monkeypatch, caplog):
     module, tried = import_module("hf_linattn.advice.advise"), []
 
     def trial(model, name, plan, material, least):
@@ -124,8 +128,28 @@ def test_inputs_within_the_window_choose_no_heads_and_the_other_plans_are_tried(
     monkeypatch.setattr(module, "with_costs", lambda _, trial, __: trial)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
     texts = load_text_splits()["test"]["text"][:40]
-    advise(model, tokenizer, texts, 240, settings=SETTINGS)
-    assert tried == list(candidate_plans(4)) and "no heads are chosen" in caplog.text
+    advise(model, tokenizer, texts, length, settings=SETTINGS)
+    assert tried == list(candidate_plans(4)) and re.search(f"no heads are chosen.*{why}", caplog.text)
+
+
+def test_a_plan_that_is_refused_is_left_out_and_says_why(monkeypatch, caplog):
+    module, refused = import_module("hf_linattn.advice.advise"), ["window"]
+
+    def trial(model, name, plan, material, least):
+        if name in refused:
+            raise OptionError(f"the loss of {name} must be finite")
+        return make_trial(name, 1.0, 0.0, 1)
+
+    monkeypatch.setattr(module, "run_trial", trial)
+    monkeypatch.setattr(module, "with_costs", lambda _, trial, __: trial)
+    monkeypatch.setattr(module, "make_prompts", lambda *_, **__: [])
+    monkeypatch.setattr(module, "answered", lambda *_: [1.0])
+    given = make_model("gpt2"), make_tokenizer(), ["w5 w6 " * 200], 16
+    assert [trial.name for trial in advise(*given, plans=PLANS, settings=SETTINGS).trials] == ["linear"]
+    assert "the plan 'window' is left out, as it cannot be measured: the loss of window" in caplog.text
+    refused.append("linear")
+    with pytest.raises(OptionError, match="the loss of linear must be finite"):
+        advise(*given, plans=PLANS, settings=SETTINGS)
 
 
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
@@ -223,6 +247,18 @@ def test_candidates_resolve_and_leave_every_fourth_layer():
     for plan in candidate_plans(8).values():
         assert PatchConfig.from_plan(plan, 8).count in (6, 8)
     assert list(candidate_plans(2)) == [name for name in candidate_plans(8) if "every" not in name]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHARING)
+def test_candidates_decode_where_layers_share_keys(name):
+    model, ids = make_sharing(name), make_tokens(1, 12)
+    sharing = layers_sharing_keys(self_attention_modules(model))
+    assert sharing == [[0, 2], [1, 3]]
+    for plan in (plan for name, plan in candidate_plans(4, sharing).items() if "every" in name):
+        with trial.patched(model, plan):
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+            assert model(input_ids=ids[:, :1], past_key_values=cache).logits.isfinite().all()
 
 
 def test_another_share_keeps_the_heads_of_highest_score():

@@ -46,6 +46,22 @@ def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
     assert {(x.head_dim, x.value_dim, x.num_key_value_heads) for x in layers} == {(10, 5, 4)}
 
 
+# of models that declare these as any other attention
+CROSSING = {
+    "mllama": ["model.layers.1.cross_attn"],
+    "kosmos-2.5": ["image_to_text_projection.x_attn"],
+    "sam3": ["detr_encoder.layers.0.cross_attn", "detr_decoder.layers.1.text_cross_attn"],
+}
+
+
+@pytest.mark.parametrize("model_type", CROSSING)
+def test_layers_that_attend_to_other_tokens_are_told_by_their_names(model_type):
+    model = tiny_model(model_type)
+    own, across = architecture.self_attention_modules(model), architecture.cross_attention_modules(model)
+    assert set(CROSSING[model_type]) <= set(across) and not set(own) & set(across)
+    assert not any("cross_attn" in path or "x_attn" in path for path in own)
+
+
 def test_layers_of_a_model_in_half_precision_keep_its_dtype():
     mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
     assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}

@@ -174,6 +174,21 @@ def test_cropping_a_state_is_refused(name):
         generate(model, make_tokens(1, 9), assistant_model=make_model(name))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("whole", [True, False], ids=["layer", "heads"])
+def test_a_cache_that_was_cropped_in_part_goes_on_no_longer(whole):
+    plan = {"linear": [1]} if whole else {"linear": {"layers": 1, "heads": 1}}
+    model, ids = patch_model(make_model("llama"), plan), make_tokens(1, 12)
+    cache = read(model, ids[:, :9]).past_key_values
+    with pytest.raises(UnsupportedModeError, match=r"crop\(-2\)"):
+        cache.crop(-2)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModeError, match=r"read 7 tokens in layer 0 and 9 in layer 1, .* a new cache"):
+            read(model, ids[:, 9:], past_key_values=cache)
+    cache.reset()
+    assert_close(read(model, ids, past_key_values=cache).logits, logits_of(model, ids))
+
+
 @each_family
 def test_reset_makes_a_cache_new(name):
     model, ids = make_patched(name), make_tokens(2, 9)

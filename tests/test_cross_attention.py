@@ -15,11 +15,13 @@ from transformers import (
     EncoderDecoderCache,
     MarianConfig,
     MarianMTModel,
+    MllamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     T5GemmaConfig,
     T5GemmaForConditionalGeneration,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 from typer.testing import CliRunner
 
 from hf_linattn import (
@@ -145,6 +147,31 @@ def test_a_window_stands_where_the_decoder_does_whatever_its_cache_went_through(
             logits(model, source, target[:, :9], past_key_values=cache)
     got = logits(model, source, target[:, 9:], past_key_values=cache)
     assert torch.allclose(got, want[:, 9:], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [5, 12])
+@pytest.mark.parametrize("across", [None, "linear", {"local": {"window_size": 3}}])
+def test_a_cache_keeps_all_tokens_of_an_image_beside_those_of_the_text(across, count):
+    """Mllama's has both, seven of text here, and its layers across are declared as any others."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MllamaTextConfig(**sizes, **TWO, num_hidden_layers=4, cross_attention_layers=[1, 3])
+    model = MllamaForCausalLM(config).double().eval()
+    for layer in (1, 3):
+        model.model.layers[layer].cross_attn_attn_gate.fill_(1)
+    mask = torch.zeros(2, 1, 1, count, dtype=torch.float64)
+    mask[1, ..., -2:] = torch.finfo(mask.dtype).min
+    image = {"cross_attention_states": torch.randn(2, count, 32).double(), "cross_attention_mask": mask}
+    ids = random_tokens(2, 7)
+    before = model(ids, **image, use_cache=False).logits
+    patch_model(model, "softmax", cross_attention=across)
+    assert len(get_mechanisms(model)) == (2 if across is None else 4)
+    want, cache = model(ids, **image, use_cache=False).logits, DynamicCache(config=model.config)
+    assert torch.allclose(want, before, rtol=0, atol=1e-12) == (across is None)
+    got = [model(ids[:, :4], **image, past_key_values=cache).logits]
+    got.append(model(ids[:, 4:], cross_attention_mask=mask, past_key_values=cache).logits)
+    assert torch.allclose(torch.cat(got, 1), want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import accelerate
 import pytest
 import torch
@@ -66,3 +69,38 @@ def test_weights_that_are_nowhere_are_an_error_and_no_numbers():
         mechanism.to("meta")
     with pytest.raises(UnsupportedModelError, match="weights on the device 'meta', where they have no values"):
         logits_of(model, make_tokens(2, 9))
+
+
+def test_zero3_gathers_what_a_mechanism_reads_with_it_and_not_for_each_call_of_a_part(monkeypatch):
+    """As DeepSpeed marks modules and parameters; `make test-zero3` has the real one."""
+    gathered: list[int] = []
+
+    def register(module, parameter):
+        module.__dict__.setdefault("_external_params", {})[id(parameter)] = parameter
+
+    def gather(*_):
+        pass
+
+    gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    monkeypatch.setitem(
+        sys.modules, "deepspeed", SimpleNamespace(zero=SimpleNamespace(register_external_parameter=register))
+    )
+    model = patch_model(make_model("llama"), "hybrid", **HYBRID)
+    mechanism = get_mechanisms(model)["model.layers.0.self_attn"]
+    seen: list[str] = []
+    for name, part in mechanism.named_modules():
+        part.ds_id = len(name)
+        part.register_forward_pre_hook(gather)
+        part.register_forward_hook(lambda *_, name=name: seen.append(name))  # somebody else's
+    for parameter in mechanism.parameters():
+        parameter.ds_status, parameter.ds_active_sub_modules = SimpleNamespace(name="NOT_AVAILABLE"), set()
+        parameter.all_gather = lambda parameter=parameter: gathered.append(id(parameter))
+    for _ in range(2):
+        logits_of(model, make_tokens(2, 9))
+    own = {id(x) for x in mechanism.parameters(recurse=False)}
+    others = {id(x): x for x in mechanism.parameters() if id(x) not in own}
+    assert others and sorted(gathered) == sorted(others) and mechanism._external_params == others
+    assert all(x.ds_active_sub_modules == {mechanism.ds_id} for x in others.values())
+    hooks = {name: list(part._forward_pre_hooks.values()) for name, part in mechanism.named_modules()}
+    assert hooks.pop("") == [gather] and not any(hooks.values())
+    assert "" in seen and any(name for name in seen)

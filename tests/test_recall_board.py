@@ -13,6 +13,7 @@ from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.models import make_model
 
 pytestmark = pytest.mark.tools
+ROWS = ("softmax", "hedgehog", "local")
 SMALL = {"LENGTH": 64, "BATCH_TOKENS": 128, "CALIBRATION_BATCHES": 1, "SAMPLES": 2, "MODELS": ("tiny",)}
 
 
@@ -28,7 +29,7 @@ def teachers(tmp_path, monkeypatch):
 
 
 def test_rows_are_taught_alike_and_the_board_goes_on_with_what_its_file_lacks(teachers, tmp_path, monkeypatch):
-    monkeypatch.setattr(recall_board, "ROWS", {name: recall_board.ROWS[name] for name in ("softmax", "hedgehog")})
+    monkeypatch.setattr(recall_board, "ROWS", {name: recall_board.ROWS[name] for name in ROWS})
     seen, real = [], recall_board.Original.teach
 
     def interrupted(original, model, tokens, rate):
@@ -45,10 +46,10 @@ def test_rows_are_taught_alike_and_the_board_goes_on_with_what_its_file_lacks(te
     with pytest.raises(KeyboardInterrupt):
         recall_board.main(teachers, output, 256, 1e-3, 10.0)
     recall_board.main(teachers, output, 256, 1e-3, 10.0)
-    assert seen == [(True, 256, 1e-3), "interrupted", (True, 256, 1e-3)]
+    assert seen == [(True, 256, 1e-3), "interrupted", (True, 256, 1e-3), (True, 256, 1e-3)]
     document = read(output)
-    softmax, hedgehog = document["rows"]
-    assert (softmax["name"], hedgehog["name"]) == ("softmax", "hedgehog") and len(document["runs"]) == 2
+    softmax, hedgehog, _ = document["rows"]
+    assert tuple(row["name"] for row in document["rows"]) == ROWS and len(document["runs"]) == 2
     assert "calibrated" in hedgehog and "calibrated" not in softmax
     assert softmax["converted"] == document["originals"]["tiny"]  # softmax is the original
     assert softmax["trained"]["mixture_loss"] != softmax["converted"]["mixture_loss"]

@@ -73,6 +73,18 @@ def test_the_most_sensitive_layers_keep_softmax_within_the_budget(share, kept):
     assert choose_layers({"a": 0.5, "b": 0.1, "c": 0.7, "d": 0.2}, share) == kept
 
 
+def test_layers_are_chosen_by_their_index_where_some_keep_softmax_or_attend_to_an_encoder():
+    batch = {"input_ids": random_tokens(1, 9)}
+    kept = patch_model(make_model("llama", num_hidden_layers=4), "linear", layers=[1, 3])
+    costs = layer_sensitivity(kept, [batch])
+    assert choose_layers(costs, 0.0) == [1, 3] and choose_layers(costs, 0.5) in ([1], [3])
+    crossed = patch_model(tiny_model("bart", False, torch.float32), "linear", cross_attention="linear")
+    costs = layer_sensitivity(crossed, [{**batch, "decoder_input_ids": batch["input_ids"]}])
+    own = [m.layer.index for m in get_mechanisms(crossed).values() if not m.layer.cross]
+    assert choose_layers(costs, 0.0) == own and len(costs) > len(own)
+    assert len(choose_layers(costs, 0.5)) == len(own) - len(own) // 2
+
+
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(OptionError, match="at least one batch"):
         layer_sensitivity(patch_model(make_model("gpt2"), "linear"), [])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
+    SegformerConfig,
+    SegformerModel,
+)
 
 from hf_linattn import (
     UnsupportedModeError,
@@ -130,13 +137,29 @@ def test_a_table_of_another_tower_does_not_bound_the_tokens():
 
 
 
-def test_a_layer_that_never_calls_its_mechanism_is_named(monkeypatch):
-    """A model whose attention passes by the interface would only look patched."""
-    model = make_patched("llama")
+@pytest.mark.parametrize("layers", [None, 0])
+def test_a_layer_that_never_calls_its_mechanism_is_named(layers, monkeypatch):
+    """A model whose attention passes by the interface would only look patched, but where that layer is left out."""
+    model = patch_model(make_model("llama"), "linear", layers)
     module = model.model.layers[1].self_attn
     monkeypatch.setattr(module, "forward", lambda hidden_states, **kwargs: (hidden_states, None))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn never called .*unpatch_model"):
+    named = pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn never called .*unpatch_model.* layers=")
+    with named if layers is None else nullcontext():
         logits_of(model, make_tokens(1, 5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["softmax", {"linear": 1}])
+def test_a_layer_that_pools_its_keys_keeps_softmax(plan):
+    """SegFormer's first has more queries than keys, and no causality."""
+    torch.manual_seed(0)
+    sizes = {"depths": [1, 1], "sr_ratios": [4, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2]}
+    sizes |= {"patch_sizes": [7, 3], "strides": [2, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2}
+    model, pictures = SegformerModel(SegformerConfig(**sizes)).eval(), torch.randn(2, 3, 32, 32)
+    want = model(pictures, output_hidden_states=True).hidden_states
+    got = patch_model(model, plan)(pictures, output_hidden_states=True).hidden_states
+    assert_close(got[0], want[0])
+    assert torch.allclose(got[1], want[1], atol=1e-4) == (plan == "softmax")
 
 
 # of these no position reaches a layer by itself, in one layer's masks or more; the others are in `ARCHITECTURES`
@@ -227,6 +250,9 @@ SEQUENCES = [
     ([[0, 1, 0, 1]], None, [[0, 0, 1, 1]]),
     ([[0, 0, 0, 1]], None, [[0, 1, 2, 2]]),
     ([[5, 6, 7, 8]], None, None),
+    ([[0, 0, 0, 0], [0, 0, 1, 0]], None, [[0, 0, 0, 0], [0, 1, 1, 2]]),  # the first counts nothing
+    ([[7, 7, 7, 7]], None, None),
+    ([[0, 0, 0, 1]], [[1, 1, 1, 0]], None),
     ([[1, 1, 0, 1]], [[0, 0, 1, 1]], None),  # left padding
     ([[0, 0, 0, 1]], [[0, 0, 1, 1]], None),
     ([[0, 1, 1, 1]], [[1, 1, 0, 0]], None),  # right padding
@@ -240,6 +266,20 @@ def test_sequences_are_told_apart_by_restarts_and_not_by_padding(positions, mask
     mask = None if mask is None else torch.tensor(mask).bool()
     ids = sequence_ids(torch.tensor(positions), None, mask, 4, 4)
     assert (None if ids is None else ids.tolist()) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 6, dtype=torch.long)])
+def test_positions_that_a_model_does_not_count_part_nothing(mask):
+    """Decision Transformer hands its GPT-2 zeros for all tokens."""
+    torch.manual_seed(0)
+    sizes = {"state_dim": 5, "act_dim": 3, "hidden_size": 32, "n_layer": 2, "n_head": 2, "max_ep_len": 8}
+    model = DecisionTransformerModel(DecisionTransformerConfig(**sizes)).eval()
+    widths = {"states": 5, "actions": 3, "rewards": 1, "returns_to_go": 1}
+    inputs = {name: torch.randn(2, 6, width) for name, width in widths.items()}
+    inputs |= {"timesteps": torch.arange(6).expand(2, -1), "attention_mask": mask}
+    want = model(**inputs).action_preds
+    assert_close(patch_model(model, "softmax")(**inputs).action_preds, want)
 
 
 def test_cumulative_lengths_of_flash_attention_tell_sequences_apart():

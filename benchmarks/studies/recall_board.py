@@ -119,7 +119,8 @@ class Original:
     def converted(self, plan: Plan) -> PreTrainedModel:
         """Return a copy with a plan, untrained."""
         chosen = plan(self.model, self.tokenizer) if callable(plan) else plan
-        return patch_model(copy.deepcopy(self.model), chosen)
+        copied = copy.deepcopy(self.model).requires_grad_(True)  # as a teacher the original was frozen
+        return patch_model(copied, chosen)
 
     def measured(self, model: PreTrainedModel) -> Document:
         """Return needles, pairs and losses by position on what no training had."""

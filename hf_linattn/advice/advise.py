@@ -13,9 +13,9 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..architecture import self_attention_modules
+from ..architecture import layers_sharing_keys, self_attention_modules
 from ..config import require, require_count
-from ..errors import DataError, OptionError, PatchError, UnsupportedModelError
+from ..errors import DataError, HfLinattnError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..evaluation.recall import make_prompts
@@ -97,7 +97,7 @@ def advise(
     state among the plans that recall as much as the best one does, up to one prompt, and lose at most 0.05 nats per
     token; where none loses so little, the one of these that loses least. A plan that cannot recall as much any more is
     asked no further. Of those that do, speed beside the original's and the seconds of a training step of the recovery
-    are measured, too.
+    are measured, too. A plan that is refused, as one whose numbers are not finite, is left out with a warning.
 
     Args:
         texts: documents of the kind that the model is for. length: tokens of the inputs that it is for.
@@ -108,6 +108,7 @@ def advise(
         PatchError: the model is patched.
         UnsupportedModelError: it is no causal language model, or its attention cannot be reached.
         OptionError: `length` beyond its positions. DataError: the text is too short.
+        HfLinattnError: every plan is refused, the last one for this.
     """
     settings = settings or Settings()
     if is_patched(model):
@@ -127,12 +128,10 @@ def advise(
     material = read_material(model, tokenizer, texts, length, settings)
     recall = fmean(answered(model, material))
     if plans is None:
-        plans = choose(model, material, progress) | candidate_plans(len(self_attention_modules(model)))
-    trials: list[Trial] = []
-    with tqdm(plans.items(), desc="what they keep", unit="plan", disable=not progress) as bar:
-        for name, plan in bar:
-            bar.set_postfix_str(name)
-            trials.append(run_trial(model, name, plan, material, least_recall(trials, recall, settings)))
+        attention = self_attention_modules(model)
+        others = candidate_plans(len(attention), layers_sharing_keys(attention))
+        plans = choose(model, material, progress) | others
+    trials = try_plans(model, plans, material, recall, progress)
     least = least_recall(trials, recall, settings)
     with tqdm(trials, desc="what they cost", unit="plan", disable=not progress) as bar:
         trials = [with_costs(model, trial, material) if trial.recall >= least else trial for trial in bar]
@@ -142,10 +141,34 @@ def advise(
     )  # fmt: skip
 
 
+def try_plans(
+    model: PreTrainedModel, plans: Mapping[str, Plan], material: Material, recall: float, progress: bool
+) -> list[Trial]:
+    """Return a trial of each plan, those left out that the library refuses to run.
+
+    recall: of the original.
+
+    Raises:
+        HfLinattnError: every plan is refused, the last one for this.
+    """
+    trials: list[Trial] = []
+    with tqdm(plans.items(), desc="what they keep", unit="plan", disable=not progress) as bar:
+        for number, (name, plan) in enumerate(bar, 1):
+            bar.set_postfix_str(name)
+            least = least_recall(trials, recall, material.settings)
+            try:
+                trials.append(run_trial(model, name, plan, material, least))
+            except HfLinattnError as error:
+                if number == len(plans) and not trials:
+                    raise
+                logger.warning("the plan %r is left out, as it cannot be measured: %s", name, error)
+    return trials
+
+
 def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[str, Plan]:
     """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence.
 
-    None where `length` has no more tokens than their windows.
+    None where no heads can be chosen, as where `length` has no more tokens than their windows, or too few for a task.
     """
     window = IN_ALL_LAYERS["streaming"]
     try:
@@ -154,7 +177,7 @@ def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[s
             replace={window["mechanism"]: window["options"]}, seed=material.settings.seed, progress=progress,
             batches=[{"input_ids": row[None]} for row in material.calibration.to(model.device)],
         )  # fmt: skip
-    except DataError as error:  # what lies within the window chooses no heads; the other plans can be tried
+    except HfLinattnError as error:  # what lies within the window chooses no heads; the other plans can be tried
         logger.warning("no heads are chosen, and plans that keep some are not tried: %s", error)
         return {}
     return chosen_plans(plan)

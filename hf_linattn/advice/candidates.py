@@ -7,7 +7,7 @@ from typing import Any
 
 from ..chosen_plan import ChosenPlan
 from ..config import require
-from ..plan import Plan
+from ..plan import Plan, softmax_beside_states
 
 SHARES = (0.05, 0.1, 0.25)  # of the key/value heads that stay exact, chosen by what they recall
 EVERY = 4  # one layer of that many keeps softmax
@@ -22,8 +22,10 @@ IN_ALL_LAYERS: Mapping[str, Mapping[str, Any]] = {
 IN_MOST_LAYERS = ("streaming", "deltanet")  # what is tried in three layers of four, too
 
 
-def candidate_plans(num_layers: int) -> dict[str, Plan]:
+def candidate_plans(num_layers: int, sharing: Sequence[Sequence[int]] = ()) -> dict[str, Plan]:
     """Return name -> plan of what is tried in a model with that many layers.
+
+    sharing: groups of layers that attend to the keys of one of them.
 
     >>> list(candidate_plans(12))
     ['streaming', 'hybrid', 'deltanet', 'linear', 'softmax every 4th + streaming', 'softmax every 4th + deltanet']
@@ -34,7 +36,8 @@ def candidate_plans(num_layers: int) -> dict[str, Plan]:
     converted = most_layers(num_layers)
     if 0 < len(converted) < num_layers:
         for name in IN_MOST_LAYERS:
-            plans[f"softmax every {EVERY}th + {name}"] = [{**IN_ALL_LAYERS[name], "layers": converted}]
+            entries = [{**IN_ALL_LAYERS[name], "layers": converted}, *softmax_beside_states(converted, sharing)]
+            plans[f"softmax every {EVERY}th + {name}"] = entries
     return plans
 
 

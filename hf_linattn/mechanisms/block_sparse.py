@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import reference
-from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention, keep_keys
+from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention, first_attention
 from ..ops.common.precision import accum_dtype
 from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
@@ -111,11 +111,10 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink, learned=self.learned,
                 policy=self.policy,
             )  # fmt: skip
-        # behind its length a row has pads only, which no real query of a causal row sees
-        output = block_sparse_attention(
-            query, key, value, self, scaling=scaling, causal=True, sink=sink, learned=self.learned, policy=self.policy
-        )
-        return output, keep_keys(key, value, self, lengths) if call.keep_state else None
+        how: Any = {"scaling": scaling, "sink": sink, "learned": self.learned, "policy": self.policy}
+        if call.keep_state:
+            return first_attention(query, key, value, self, lengths=lengths, **how)
+        return block_sparse_attention(query, key, value, self, causal=True, **how), None
 
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN

@@ -20,7 +20,7 @@ from .forward import fitting, fitting_hidden
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism
 
-KEPT = "softmax"  # what serves the heads that a plan leaves out
+KEPT = "softmax"  # what serves the heads that a plan leaves out, without any option
 
 
 @dataclass
@@ -62,27 +62,36 @@ class ByHeadConfig(CompositeConfig):
         return PlanEntry(entry.mechanism, options, {"heads": places_as_data(entry.places.get("heads"))})
 
     def entries(self) -> dict[str, PlanEntry]:
-        """Return member -> its entry: the name of its mechanism, with a number from the second of its entries on."""
+        """Return member -> its entry: the name of its mechanism, with a number from the second of its entries on.
+
+        The last is for the heads that are left out.
+        """
         named: dict[str, PlanEntry] = {}
-        for entry in read_entries(self.plan, ("heads",)):
+        for entry in [*read_entries(self.plan, ("heads",)), self._complete(PlanEntry(KEPT, {}, {}))]:
             names = chain([entry.mechanism], (f"{entry.mechanism}_{number}" for number in count(2)))
             named[next(name for name in names if name not in named)] = entry
         return named
 
     def assign(self, layer: AttentionLayer) -> dict[str, list[int]]:
-        """Return member -> its key/value heads of the layer; `OptionError` for one it lacks or named twice."""
+        """Return member -> its key/value heads of the layer; `OptionError` for one it lacks or named twice.
+
+        Heads that are left out are with those that the plan itself gives softmax without any option.
+        """
         owners: dict[int, str] = {}
+        *given, (rest, plain) = self.entries().items()
         place = f"layer {layer.index} has the key/value heads"
-        for name, entry in self.entries().items():
+        for name, entry in given:
             for head in parse_indices(entry.places.get("heads"), layer.num_key_value_heads, "head", place):
                 if head in owners:
                     raise OptionError(
                         f"the plan gives key/value head {head} to both {owners[head]!r} and {name!r}; name it once"
                     )
                 owners[head] = name
+        alike = (name for name, entry in given if (entry.mechanism, entry.options) == (KEPT, plain.options))
+        kept = next(alike, rest)
         heads: dict[str, list[int]] = {}
         for head in range(layer.num_key_value_heads):
-            heads.setdefault(owners.get(head, KEPT), []).append(head)
+            heads.setdefault(owners.get(head, kept), []).append(head)
         return heads
 
 
@@ -119,7 +128,7 @@ class ByHeadMechanism(CompositeMechanism):
     def __init__(self, config: ByHeadConfig, layer: AttentionLayer):
         super().__init__(config, layer)
         heads, groups = config.assign(layer), layer.num_heads // layer.num_key_value_heads
-        entries = {KEPT: PlanEntry(KEPT, {}, {}), **config.entries()}
+        entries = config.entries()
         configs, layers = {}, {}
         for name, own in heads.items():
             configs[name] = config.member_config(entries[name].mechanism, entries[name].options)

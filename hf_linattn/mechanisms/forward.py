@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
@@ -137,9 +138,12 @@ class Forward(Capabilities, nn.Module):
 
 
 def fitting(
-    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None, state: Any
-) -> tuple[Tensor | None, Tensor | None]:
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
+    state: Any, *, pooled: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return mask and ids of all rows, where one row may stand for all; pads are of a sequence beside them.
+
+    pooled: whether keys may be fewer than queries, as where a layer pools them.
 
     Programs that are being recorded are not checked: their sizes may be symbols, and they call no C.
 
@@ -147,7 +151,7 @@ def fitting(
         OperandError: the arguments of `Mechanism.forward` do not fit each other or the `AttentionLayer`.
     """
     if not is_recorded():
-        _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None)
+        _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None, pooled)
         if state is not None:
             check_rows(state, query.shape[0])
     rows = query.shape[0]
@@ -172,7 +176,7 @@ def _ids_beside(ids: Tensor, mask: Tensor) -> Tensor:
 
 def _check_sizes(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
-    stateful: bool,
+    stateful: bool, pooled: bool,
 ) -> None:  # fmt: skip
     given, known, width = query.shape, key.shape, layer.head_dim
     if len(given) != 4 or len(known) != 4 or value.dim() != 4:
@@ -182,7 +186,7 @@ def _check_sizes(
         _refuse("query and key", query, key, f"must be [B, H, Nq, {width}] and [B, Hkv, Nk, {width}], Hkv dividing H")
     if value.shape[:3] != known[:3]:
         _refuse("key and value", key, value, "must have the same rows, heads and tokens")
-    if not layer.cross and known[2] < given[2]:
+    if not (layer.cross or pooled) and known[2] < given[2]:
         what = "these are the last tokens" if layer.causal else "leave layers that pool their keys out of `layers`"
         _refuse("query and key", query, key, f"must have at least as many keys as queries: {what}")
     rows = ((batch, known[2]), (1, known[2]))
@@ -266,14 +270,45 @@ def require_recordable(mechanism: Any, query: Tensor, *masks: Tensor | None) -> 
     )
 
 
-def loaded(mechanism: Forward) -> AbstractContextManager[object]:
-    """Return a context in which all parts of a mechanism have their weights, where accelerate keeps them elsewhere.
+def gather_parts(module: nn.Module, parts: Iterable[nn.Module]) -> None:
+    """Have DeepSpeed's ZeRO-3 gather the weights of parts with those of a module: now, and before each forward of it.
 
-    It loads them for a call of the part that has them, but a mechanism hands weights of its parts, and those that it
-    borrows, to an operation without calling these.
+    Left to itself it gathers them for each call of a part, and when they are read otherwise. How often that is depends
+    on how rows are packed, and processes that differ in it would wait for each other's weights.
+    """
+    from deepspeed import zero  # here: it has prepared the module
+
+    if not _gathering(module._forward_pre_hooks):  # a part itself
+        return
+    known = module.__dict__.get("_external_params", {})
+    for part in parts:
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in _gathering(hooks):
+                del hooks[key]
+        weights: list[Any] = list(part.parameters(recurse=False))
+        for parameter in weights:
+            if id(parameter) not in known:
+                zero.register_external_parameter(module, parameter)
+                if parameter.ds_status.name == "NOT_AVAILABLE":
+                    parameter.all_gather()
+                parameter.ds_active_sub_modules.add(module.ds_id)
+
+
+def _gathering(hooks: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the hooks that are DeepSpeed's."""
+    return [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("deepspeed")]
+
+
+def loaded(mechanism: Forward) -> AbstractContextManager[object]:
+    """Return a context in which all parts of a mechanism have their weights, where these are kept elsewhere.
+
+    Accelerate loads them for a call of the part that has them, DeepSpeed gathers them for one, but a mechanism hands
+    weights of its parts, and those that it borrows, to an operation without calling these.
     """
     # not with hasattr, which takes five times as long, in every step of decoding
     parts = (*mechanism.modules(), *mechanism.borrowed())
+    if "ds_id" in mechanism.__dict__:
+        gather_parts(mechanism, parts[1:])
     hooked = [part for part in parts if part is not mechanism and "_hf_hook" in part.__dict__]
     if not hooked:
         return nullcontext()

@@ -71,8 +71,12 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         """As the base; `options` are `sliding_window`, `softcap` and `dropout` of `softmax_attention`.
 
         In a patched model the cache holds keys and values instead of the state, unless this is part of `by_head`.
+        Bidirectional keys may be fewer than queries, as in layers that pool them.
         """
-        key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
+        key_padding_mask, sequence_ids = fitting(
+            self.layer, query, key, value, key_padding_mask, sequence_ids, state,
+            pooled=not self.layer.causal and sequence_ids is None,
+        )  # fmt: skip
         self.record_call()
         real, ids = key_padding_mask, sequence_ids
         if isinstance(state, FixedKeys):

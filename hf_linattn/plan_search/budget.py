@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import require
 from ..errors import UnsupportedModeError
 from ..mechanisms import Mechanism
+from ..ops.common.growing import SPARE
 from .gates import Gates
 from .options import SearchOptions
 
@@ -49,8 +50,8 @@ def _number_within(gates: Gates, state_bytes: int, length: int, unit: str) -> in
 def _bytes_of_layer(mechanism: Mechanism, length: int) -> tuple[int, int]:
     """Return the bytes of decoding state of a layer after `length` tokens, and at most how many an exact head adds.
 
-    That has keys and values, and a byte a token for which of these are no pads; what a head that is replaced takes is
-    what a layer with one more has more.
+    That has keys and values, and a byte a token for which of these are no pads, all with the room that the first
+    decoded token makes; what a head that is replaced takes is what a layer with one more has more.
     """
     layer = mechanism.layer
     if not layer.causal:
@@ -63,7 +64,7 @@ def _bytes_of_layer(mechanism: Mechanism, length: int) -> tuple[int, int]:
     others = layer.num_key_value_heads - 1
     replaced = (whole - one) // others if others else whole
     width = layer.head_dim + (layer.head_dim if layer.value_dim is None else layer.value_dim)
-    return whole, length * (width * layer.dtype.itemsize + 1) - replaced
+    return whole, (length + SPARE) * (width * layer.dtype.itemsize + 1) - replaced
 
 
 @torch.no_grad()
@@ -73,5 +74,6 @@ def _state_bytes(mechanism: Mechanism, length: int) -> int:
     query = like.expand(1, layer.num_heads, length, layer.head_dim)
     key = like.expand(1, layer.num_key_value_heads, length, layer.head_dim)
     value = like.expand(*key.shape[:3], layer.head_dim if layer.value_dim is None else layer.value_dim)
-    _, state = mechanism(query, key, value)
+    hidden = like[0].expand(1, length, layer.hidden_size or 1)
+    _, state = mechanism(query, key, value, **mechanism.keywords({"hidden_states": hidden}))
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, torch.Tensor))

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..architecture import classifies_texts, root_model
+from ..architecture import classifies_texts, layers_sharing_keys, root_model
 from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
+from ..mechanisms import MECHANISMS
+from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
 from ..plan import entry_of, read_entries
 from ..sensitivity import predicts_no_tokens
@@ -103,7 +105,7 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     settings = SearchOptions.from_options(options)
-    config, texts = read_replacement(replace), list(batches or ())
+    config, texts = read_replacement(replace, unit), list(batches or ())
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
     with gated(model, config, unit) as gates, torch.no_grad():
@@ -115,28 +117,30 @@ def choose_plan(
             **_places(gates, scores, count), unit=unit, replace=entry_of(config), search=search, reason=reason,
             signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,
             examples=dict(Counter(group for one in chosen for group in one.groups)),
-            options={**settings.recorded(), "keep": keep},
+            options={**settings.recorded(), "keep": keep if settings.state_bytes is None else None},
         )  # fmt: skip
     return ChosenPlan.of(record)
 
 
 def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
-    """Return what a record says of a model: its class and heads, their scores, and the `count` best."""
+    """Return what a record says of a model: its class and heads, who shares keys, the scores, and the `count` best."""
+    root = root_model(gates.model)
     layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
     kept = sorted(scores.topk(count).indices.tolist())
     return {
-        "model": type(root_model(gates.model)).__name__,
+        "model": type(root).__name__,
         "heads": [layer.num_key_value_heads for layer in layers],
         "kept": [[gates.places[i].layer, head] for i in kept for head in gates.places[i].heads],
         "scores": [
             [float(scores[i]) for i, place in enumerate(gates.places) if place.layer == layer.index]
             for layer in layers
         ],
+        "sharing": layers_sharing_keys({path: root.get_submodule(path) for path in gates.mechanisms}),
     }
 
 
-def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> MechanismConfig:
-    """Return the config of what replaces heads: from its name, or a mapping of its name to options."""
+def read_replacement(replace: str | MechanismConfig | Mapping[str, Any], unit: str) -> MechanismConfig:
+    """Return the config of what replaces heads or layers: from its name, or a mapping of its name to options."""
     if isinstance(replace, MechanismConfig):
         config = replace
     elif isinstance(replace, str):
@@ -147,6 +151,9 @@ def read_replacement(replace: str | MechanismConfig | Mapping[str, Any]) -> Mech
         (entry,) = read_entries({name: dict(value or {}) for name, value in replace.items()}, ("heads",))
         config = make_config(entry.mechanism, entry.options)
     require("replace", config.mechanism, config.mechanism != "softmax", "something else than what the model has")
+    single = not issubclass(MECHANISMS.get(config.mechanism), CompositeMechanism)
+    expected = "a mechanism that is not made of others itself, unless unit is 'layer'"
+    require("replace", config.mechanism, single or unit == "layer", expected)
     return config
 
 

@@ -59,7 +59,7 @@ class SearchOptions:
             prompts.
         prompts: prompts of your own, in place of these. haystack, chat: as for `make_prompts`.
         state_bytes, length: in place of `keep` as many heads as the decoding state of one sequence of `length` tokens
-            may hold bytes.
+            may hold bytes, with the room for 256 more that exact heads have from the first decoded token on.
         rounds: of the search `slope`: how often slopes are measured, with the steepest of the rounds before open.
         steps, learning_rate: of the search `gates`. progress: show progress bars.
     """

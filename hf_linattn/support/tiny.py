@@ -96,6 +96,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     # parts of a head that are rotated
     "gptj": {"rotary_dim": HEAD_DIM},

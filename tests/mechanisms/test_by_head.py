@@ -152,6 +152,21 @@ def test_softmax_heads_keep_the_layers_own_sliding_window_and_soft_cap(name, pla
     assert max(layer_sensitivity(model, [{"input_ids": ids}]).values()) < 1e-9
 
 
+@pytest.mark.parametrize("sink", ["one", "learned"])
+def test_heads_left_out_have_no_option_of_the_softmax_that_is_named(sink):
+    named = {"mechanism": "softmax", "heads": 0, "options": {"sink_logit": sink}}
+    left_out = by_head("gpt2", True, [named])
+    spelt_out = by_head("gpt2", True, [named, {"mechanism": "softmax", "heads": "1-3"}])
+    heads = left_out.heads(LENGTH)
+    assert torch.equal(left_out.make()(*heads)[0], spelt_out.make()(*heads)[0])
+    assert list(left_out.make().members) == list(spelt_out.make().members)
+
+
+def test_heads_left_out_are_with_those_of_a_softmax_without_options():
+    members = by_head("gpt2", True, {"linear": 2, "softmax": 0}).make().members
+    assert {name: member.layer.num_heads for name, member in members.items()} == {"linear": 1, "softmax": 3}
+
+
 def test_softmax_heads_keep_the_dropout_of_attention():
     case = by_head("gpt2", True, {"linear": "0-1"})
     mechanism, heads = case.make(), case.heads(9)

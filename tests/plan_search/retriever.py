@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_linattn import ChosenPlan, choose_plan
 from tests.models import fill
 
 LAYERS, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 2, 4, 2, 8
@@ -57,3 +58,8 @@ def make_prompt(seed: int, length: int = 24, task: str = "find") -> Any:
 
 def make_prompts() -> list[Any]:
     return [make_prompt(seed, length, task) for seed, (length, task) in enumerate([(24, "find"), (30, "seek")] * 2)]
+
+
+def choose(model: Any, *keep: Any, **options: Any) -> ChosenPlan:
+    """Choose a plan by the prompts, with a window in place of other heads, unless options say otherwise."""
+    return choose_plan(model, None, *keep, **{"replace": WINDOW, "prompts": make_prompts(), **options})

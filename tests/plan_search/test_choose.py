@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_linattn import (
     CheckpointError,
@@ -19,27 +20,21 @@ from hf_linattn import (
     OptionError,
     PatchError,
     UnknownNameError,
-    UnsupportedModeError,
     UnsupportedModelError,
     choose_plan,
     get_mechanisms,
     get_patch_config,
     patch_model,
 )
-from hf_linattn.evaluation import state_bytes_by_length
 from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from tests.evaluation.recall_reader import bundled_tokenizer
-from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
-from tests.models import make_model
-from tests.plan_search.retriever import FOUND, WINDOW, make_prompt, make_prompts, make_retriever
+from tests.helpers import Snapshot, assert_close, logits_of, make_tokenizer, make_tokens
+from tests.models import SHARING, make_model, make_sharing
+from tests.plan_search.retriever import FOUND, WINDOW, choose, make_prompt, make_prompts, make_retriever
 
 TEXT = [{"input_ids": make_tokens(2, 12)}]
-
-
-def choose(model, *keep, **options) -> ChosenPlan:
-    return choose_plan(model, None, *keep, **{"replace": WINDOW, "prompts": make_prompts(), **options})
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +59,29 @@ def test_plans_come_back_from_json_and_files(plan, tmp_path):
     ids = make_tokens(1, 12) % 30
     expected = logits_of(patch_model(make_retriever(), plan), ids)
     assert torch.equal(logits_of(patch_model(make_retriever(), again), ids), expected)
+
+
+def test_a_plan_that_was_saved_before_records_said_who_shares_keys_is_read(plan):
+    document = json.loads(plan.to_json())
+    assert document.pop("sharing") == []
+    assert ChosenPlan.from_json(json.dumps(document)).record == plan.record
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize(("unit", "heads"), [("head", 1), ("layer", 2)])
+def test_a_plan_decodes_where_layers_share_keys(name, unit, heads):
+    """Of each layer and the one that lends it keys, the cache has keys of both or of none."""
+    model, ids = make_sharing(name, num_key_value_heads=heads), make_tokens(2, 12)
+    chosen = choose(model, 1, unit=unit, signal="divergence", batches=TEXT)
+    assert chosen.record.sharing == [[0, 2], [1, 3]]
+    patch_model(model, chosen)
+    exact = chosen.record.kept[0][0]
+    (kept,) = [m for m in get_mechanisms(model).values() if m.layer.index == exact]
+    assert set(kept.members) == {"softmax"}, "all of the layer"
+    cache, want = DynamicCache(config=model.config), model(input_ids=ids, use_cache=False).logits
+    got = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([9, 1, 2], dim=1)]
+    assert_close(torch.cat(got, dim=1), want)
 
 
 @pytest.mark.parametrize(
@@ -92,39 +110,6 @@ def test_a_plan_of_another_model_is_refused_and_names_both(plan):
 
 
 @pytest.mark.parametrize(
-    ("keep", "unit", "count"),
-    [(0.25, "head", 1), (0.01, "head", 1), (0.99, "head", 3), (3, "head", 3), (0.5, "layer", 1), (1, "layer", 1)],
-)
-def test_keep_is_a_share_or_a_number(keep, unit, count):
-    record = choose(make_retriever(), keep, unit=unit).record
-    assert record.num_kept == count * (1 if unit == "head" else 2)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 7, -1, 0.0, 1.0, -0.5, True, "0.1", None])
-def test_nothing_everything_and_more_than_there_is_are_refused(keep):
-    with pytest.raises(OptionError, match="keep must be a share above 0 and below 1, or a number from 1 to 3"):
-        choose(make_retriever(), keep)
-
-
-def test_keep_in_bytes_is_what_the_cache_then_has():
-    length = 32
-
-    def state_size(chosen) -> int:
-        return state_bytes_by_length(patch_model(make_retriever(), chosen), [length])[0].patched
-
-    sizes = {n: state_size(choose(make_retriever(), n)) for n in (1, 2, 3)}
-    assert sizes[1] < sizes[2] < sizes[3]
-    for n, room in ((1, 2 * length), (1, sizes[2] - sizes[1] - 1), (2, 2 * length), (2, sizes[3] - sizes[2] - 1)):
-        chosen = choose(make_retriever(), state_bytes=sizes[n] + room, length=length)
-        assert chosen.record.num_kept == n and state_size(chosen) <= sizes[n] + room
-    for wrong in (10, 10**9):
-        with pytest.raises(OptionError, match=r"state_bytes must be from .* at 32 tokens, for one head to all"):
-            choose(make_retriever(), state_bytes=wrong, length=length)
-    with pytest.raises(UnsupportedModeError, match="bidirectional and keeps no decoding state"):
-        choose(make_model("bert"), state_bytes=10, length=length, batches=TEXT)
-
-
-@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"unit": "heads"}, UnknownNameError, "unknown unit 'heads'; did you mean head"),
@@ -133,6 +118,8 @@ def test_keep_in_bytes_is_what_the_cache_then_has():
         ({"replace": "streamin"}, UnknownNameError, "unknown mechanism 'streamin'; did you mean streaming"),
         ({"replace": "softmax"}, OptionError, "replace must be something else"),
         ({"replace": {"streaming": {}, "local": {}}}, OptionError, "replace must be a name, a mechanism config"),
+        ({"replace": "fusion"}, OptionError, "replace must be a mechanism that is not made .* 'layer', got 'fusion'"),
+        ({"replace": {"by_head": {}}}, OptionError, "replace must be a mechanism that is not made of others"),
         ({"lenghts": [8]}, OptionError, "choose_plan has no option 'lenghts'; did you mean length"),
         ({"num_prompts": 0}, OptionError, "num_prompts must be an integer >= 1"),
         ({"lengths": []}, OptionError, "lengths must be at least one"),

@@ -11,7 +11,9 @@ from .decode import keep_keys
 from .ring import in_ring
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
 
-__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "in_ring", "keep_keys"]
+__all__ = [
+    "KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "first_attention", "in_ring", "keep_keys",
+]  # fmt: skip
 
 BLOCK_SOFTMAX = Operation("block_softmax", triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
 
@@ -40,6 +42,27 @@ def block_sparse_attention(
     """
     where = lengths, sink, None, learned, policy
     return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, causal, *where))[0]
+
+
+def first_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scaling: float,
+    lengths: Tensor | None = None,
+    sink: Tensor | None = None,
+    learned: bool = False,
+    policy: Policy = PYTORCH,
+) -> tuple[Tensor, KeptKeys]:
+    """Return causal output [B, H, N, Dv] and state for rows that start at position 0; arguments as above.
+
+    Behind its length a row has pads only, which no real query of a causal row sees.
+    """
+    where = None, sink, None, learned, policy, True, lengths
+    output, state = BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where))
+    return output, keep_keys(key, value, pattern, lengths) if state is None else state
 
 
 def continued_attention(

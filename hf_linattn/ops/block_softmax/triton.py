@@ -15,11 +15,12 @@ from ..runtime.cpu import operation
 from ..runtime.triton import launch, no_kernels, padded, precision, require_kernels
 from ..runtime.triton_row_products import row_products
 from ..window.triton import TRITON_WINDOW
+from ..window.triton_decode import keep_last, step_attention
 from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
 from .patterns import trained_weights
 from .triton_kernels import attend_blocks, reverse_keys, reverse_queries
-from .types import BlockSoftmaxCall, KeptKeys
+from .types import BlockSoftmaxCall, KeptKeys, RingKeys
 
 TILE, WIDE_TILE = 32, 16  # queries, and keys, in a tile; of more than 128 numbers. In half precision twice as many
 LARGEST = 256  # size of heads: more does not fit into shared memory
@@ -178,14 +179,30 @@ def no_blocks(*heads: Tensor) -> str | None:
     return None if widest <= LARGEST else f"heads of {widest} numbers"
 
 
+def is_window_step(call: BlockSoftmaxCall) -> bool:
+    """Whether a call has one real token of each row behind a window that has no fixed places, and no gradients."""
+    state, inference = call.state, call.policy.inference and call.in_window and call.lengths is None
+    plain = state is not None and not isinstance(state, RingKeys) and state.key.dtype == call.key.dtype
+    return inference and plain and call.query.shape[2] == 1
+
+
 def unsupported(call: BlockSoftmaxCall) -> str | None:
     """Return why there are no kernels for a call."""
-    return trained_weights(call) or no_blocks(*call[:3]) or in_place.stuck(call)
+    if reason := trained_weights(call) or no_blocks(*call[:3]):
+        return reason
+    return None if is_window_step(call) else in_place.stuck(call)
 
 
 def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
-    """Return the output [B, H, N, Dv], and the state after a call that goes on after one."""
-    return in_place.attend(TRITON_BLOCKS, call)
+    """Return the output [B, H, N, Dv], and the state after it where a call has one before, or keeps a window."""
+    first, window = call.pattern.num_global, call.pattern.window or 1
+    if is_window_step(call):
+        output, after = step_attention(*call[:3], call.state, first, call.scaling, call.sink)
+        return output, KeptKeys(*after)
+    output, state = in_place.attend(TRITON_BLOCKS, call)
+    if call.keep and call.in_window and call.policy.inference:
+        state = KeptKeys(*keep_last(call.key, call.value, first, first + window - 1, call.ends))
+    return output, state
 
 
 TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, TRITON_WINDOW)

@@ -94,7 +94,8 @@ class RingKeys(KeptKeys):
 class BlockSoftmaxCall(NamedTuple):
     """One call of block-sparse attention, as `interface.block_sparse_attention` describes it.
 
-    state: what a causal call goes on after. learned: whether the pattern has parameters that are in training.
+    state: what a causal call goes on after. learned: whether the pattern has parameters that are in training. keep:
+    whether a causal call from position 0 may return what is kept of its rows, of `ends` [B] real tokens, or all.
     """
 
     query: Tensor
@@ -108,3 +109,10 @@ class BlockSoftmaxCall(NamedTuple):
     state: KeptKeys | None = None
     learned: bool = False
     policy: Policy = PYTORCH
+    keep: bool = False
+    ends: Tensor | None = None
+
+    @property
+    def in_window(self) -> bool:
+        """Whether what is kept is no more than first keys, and a window of the last."""
+        return self.pattern.window is not None and self.pattern.capacity == self.pattern.window - 1

@@ -10,27 +10,10 @@ import triton.language as tl
 
 from ..linear.triton_feature_kernels import feature_numbers, features_of_row
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
+from ..window.triton_decode_kernels import keep_rows, load_row, see_rows
 from .types import GATE_GAIN, GATE_RANGE
 
 GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
-
-
-@triton.jit
-def load_row(row, columns, SIZE: tl.constexpr):
-    """The columns of one row, in float32, zero beyond its end."""
-    return tl.load(row + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def see_rows(query, scaling, keys, values, seen, top, weight, total):
-    """Go on with a softmax over the keys [R, D] that are `seen`, with values [R, C].
-
-    top: the largest score. weight, total: sums of exp(score - top), and of values times these.
-    """
-    scores = tl.where(seen, tl.sum(query[None, :] * keys, 1) * scaling, HIDDEN)
-    after = tl.maximum(top, tl.max(scores, 0))
-    shares, left = tl.exp(scores - after), tl.exp(top - after)
-    return after, weight * left + tl.sum(shares, 0), total * left + tl.sum(shares[:, None] * values, 0)
 
 
 @triton.jit
@@ -123,26 +106,6 @@ def fold_key(
 
 
 @triton.jit
-def keep_rows(
-    rows, rows_after, sequence, new, place, part, parts, columns,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, MOVED: tl.constexpr = 0,
-):  # fmt: skip
-    """Write a sequence's COUNT rows, each what the one MOVED behind it was, and the new one in its place.
-
-    Of `parts` programs each writes every so many rows.
-    """
-    rows += sequence * COUNT * SIZE
-    rows_after += sequence * COUNT * SIZE
-    for first in range(0, COUNT, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = ((row < COUNT) & (row % parts == part))[:, None] & (columns < SIZE)[None, :]
-        there = inside & (row < COUNT - MOVED)[:, None]
-        kept = tl.load(rows + (row + MOVED)[:, None] * SIZE + columns[None, :], mask=there, other=0.0)
-        kept = tl.where((row == place)[:, None], new[None, :], kept)
-        tl.store(rows_after + row[:, None] * SIZE + columns[None, :], kept, mask=inside)
-
-
-@triton.jit
 def step_hybrid(
     query, key, value, query_weight, query_bias, key_weight, key_bias, ring_key, ring_value, sink_key, sink_value, kv,
     log_max, length, log_mix, decay_rate, window_log, sink, far_gate, sums, ring_key_after, ring_value_after,
@@ -198,8 +161,8 @@ def step_hybrid(
         position >= SINKS + RING, leaving_key, leaving_log, leaving, before, kept, total, kv_after, log_max_after,
         sequence, features, columns, part == 0, NUM_FEATURES, VALUE_SIZE, ACTIVATION == "exponential" or DECAYED,
     )  # fmt: skip
-    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, INPUT_SIZE, RING, ROWS, 1)
-    keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 1)
+    keep_rows(ring_key, ring_key_after, sequence, new_key, RING - 1, part, parts, inputs, INPUT_SIZE, RING, ROWS, 0, 1)
+    keep_rows(ring_value, ring_value_after, sequence, new_value, RING - 1, 0, 1, columns, VALUE_SIZE, RING, ROWS, 0, 1)
     keep_rows(sink_key, sink_key_after, sequence, new_key, position, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
     keep_rows(sink_value, sink_value_after, sequence, new_value, position, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
     tl.store(length_after + batch, position + 1, mask=(head == 0) & (part == 0))

@@ -24,6 +24,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.inference import accepted
 from hf_linattn.mechanisms import Mechanism, Pairs
+from hf_linattn.mechanisms.forward import gather_parts
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
 from hf_linattn.ops.common.derivatives import first_order
 from hf_linattn.ops.common.exact_softmax import in_window
@@ -64,6 +65,8 @@ class Transfer(LossModule):
 
     def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the `loss`, and what it is made of."""
+        if "ds_id" in self.__dict__:  # ZeRO-3: a gradient is as large as the gathered weight
+            gather_parts(self, self.mechanisms.modules())
         learning = torch.is_grad_enabled()
         gradients = {p: torch.zeros_like(p) for p in self.parameters() if learning and p.requires_grad}
         with torch.no_grad():
