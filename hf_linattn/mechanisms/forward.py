@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import OperandError, UnsupportedModeError
 from ..ops.common.precision import accum_dtype
-from ..ops.common.tracing import is_known, is_open, is_recorded, is_watched
+from ..ops.common.tracing import is_known, is_open, is_recorded, is_watched, once
 from ..ops.dispatch import Policy
 from .capabilities import Capabilities
 from .inputs import AttentionLayer, CallOptions
@@ -65,7 +65,7 @@ class Forward(Capabilities, nn.Module):
             key: [B, Hkv, Nk, D], after position encoding; in cross-attention not read with a state, which has them.
             value: [B, Hkv, Nk, Dv], else as `key`.
             key_padding_mask: [B, Nk], true for real keys; None if all are.
-            sequence_ids: [B, Nk], equal inside a packed sequence; None if nothing is packed.
+            sequence_ids: [B, Nk], equal inside a packed sequence, pads having any; None if nothing is packed.
             state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.
             return_state: whether the state is of use; without it, what is returned in its place means nothing.
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
@@ -141,7 +141,7 @@ def fitting(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
     state: Any, *, pooled: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return mask and ids of all rows, where one row may stand for all of them.
+    """Return mask and ids of all rows, where one row may stand for all; pads are of a sequence beside them.
 
     pooled: whether keys may be fewer than queries, as where a layer pools them.
 
@@ -157,7 +157,21 @@ def fitting(
     rows = query.shape[0]
     mask = mask if mask is None or mask.shape[0] == rows else mask.expand(rows, -1)
     ids = sequence_ids
-    return mask, ids if ids is None or ids.shape[0] == rows else ids.expand(rows, -1)
+    ids = ids if ids is None or ids.shape[0] == rows else ids.expand(rows, -1)
+    return mask, ids if ids is None or mask is None else once(_ids_beside, ids, mask)
+
+
+def _ids_beside(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return ids [B, N] where pads of neither sequence beside them belong to the one before, or to the first one.
+
+    With ids of their own they would end a sequence that goes on behind them, or that the state belongs to.
+    """
+    real_first, read = (~mask).long().argsort(dim=1, stable=True), mask.cumsum(1)
+    last = (read[:, -1:] - 1).clamp(min=0)
+    before, after = (
+        ids.gather(1, real_first.gather(1, place)) for place in ((read - 1).clamp(min=0), torch.minimum(read, last))
+    )
+    return torch.where(mask | (ids == after), ids, before)
 
 
 def _check_sizes(

@@ -328,11 +328,14 @@ def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -
 
 
 def _append(old: Tensor, new: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Put the first `end - begin` [B] of new keys behind the first `begin` [B] of the old ones; zero behind them."""
+    """Put the first `end - begin` [B] of new keys behind the first `begin` [B] of the old ones; zero behind them.
+
+    At least one is returned, as where rows have read pads alone.
+    """
     joined, num_old = torch.cat([old, new], dim=2), old.shape[2]
     if bool((begin == num_old).all() & (end == joined.shape[2]).all()):
         return joined
-    place = torch.arange(int(end.max()), device=new.device)
+    place = torch.arange(max(int(end.max()), 1), device=new.device)
     index = torch.where(place < begin[:, None], place, num_old + place - begin[:, None])
     kept = take(joined, index.clamp(max=joined.shape[2] - 1))
     return kept.masked_fill((place >= end[:, None])[:, None, :, None], 0.0)

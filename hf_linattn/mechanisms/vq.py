@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F
 
 from ..config import require
@@ -63,8 +65,10 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     the gradients of an earlier forward are still to come, as gradient checkpointing then makes it again: it sees the
     same codes. Evaluation changes nothing. All these are
     buffers and no parameters: an optimizer would move codes away from the means that they are. Processes that
-    train together take buffers from the first, where parameters that each moves by its own keys would drift apart.
-    They are saved, so that a resumed run goes on as an unbroken one.
+    train together sum up their keys first, so that all have the same codes, however the model is wrapped: each has
+    to take part in every training forward. `DistributedDataParallel` gives all of them the keys of the first.
+    They are saved, so that a resumed run goes on as an unbroken one. In a model in half precision they stay in
+    float32: a step of a hundredth of the way is less than a rounding there.
 
     Deviations: near keys are not quantised (in the paper all are), as a pretrained model was not trained for it. Keys
     are taken as they are, without normalisation; no gradient goes straight through the quantisation, and there is no
@@ -94,11 +98,21 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         shape = layer.num_key_value_heads, config.num_codes, layer.head_dim
         # about as long as the mean of those of many standard normal vectors that are nearest to one of S directions
         size = math.sqrt(2 * math.log(config.num_codes) / layer.head_dim)
-        codes = torch.randn(shape, generator=self.generator(), device="cpu") * size
-        self.register_buffer("codebook", codes)
-        self.register_buffer("counts", torch.zeros(shape[:2], device="cpu"))
-        self.register_buffer("last_counts", torch.zeros(shape[:2], device="cpu"))
-        self.register_buffer("last_means", torch.zeros(shape, device="cpu"))
+        exact: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        self.register_buffer("codebook", torch.randn(shape, generator=self.generator(), **exact) * size)
+        self.register_buffer("counts", torch.zeros(shape[:2], **exact))
+        self.register_buffer("last_counts", torch.zeros(shape[:2], **exact))
+        self.register_buffer("last_means", torch.zeros(shape, **exact))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VqMechanism:
+        """Follow the model to any device and dtype, but leave codes and counts in float32 where that is half."""
+        exact: dict[str, Any] = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in exact.items():
+            after = self.get_buffer(name)
+            if after.dtype != torch.promote_types(after.dtype, torch.float32):
+                self._buffers[name] = before.to(after.device)
+        return self
 
     def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
         if state is None:
@@ -146,19 +160,18 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             code, key = code.masked_fill(pad, NONE), key.masked_fill(pad[..., None], 0.0)
         means, counts = code_means(_by_head(code), _by_head(key), self.config.num_codes)
         self.last_means.copy_(means)
-        _write(self.last_counts, counts)
+        self.last_counts.copy_(counts)
 
     @torch.no_grad()
     def before_forward(self) -> None:
         if not self.training or self.config.ema_decay == 1:
             return
-        compute = torch.promote_types(self.counts.dtype, torch.float32)
-        decay, before, new = self.config.ema_decay, self.counts.to(compute), self.last_counts.to(compute)
+        decay, before = self.config.ema_decay, self.counts
+        new, means = _over_processes(self.last_counts, self.last_means)
         counts = decay * before + (1 - decay) * new
-        share = torch.where(new > 0, (1 - decay) * new / counts, 0.0)[..., None].to(self.codebook.dtype)
-        self.codebook.lerp_(self.last_means, share)
+        self.codebook.lerp_(means, torch.where(new > 0, (1 - decay) * new / counts, 0.0)[..., None])
         # without a training forward since, nothing is forgotten
-        _write(self.counts, torch.where(new.any(), counts, before))
+        self.counts.copy_(torch.where(new.any(), counts, before))
         self.last_counts.zero_()
 
     @torch.no_grad()
@@ -173,7 +186,7 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             codebook, counts = (x.to(points.dtype) for x in (self.codebook, self.counts))
             codebook, counts = fit_codes(points, codebook, counts, self.generator("k-means"), ITERATIONS)
         self.codebook.copy_(codebook)
-        _write(self.counts, counts)
+        self.counts.copy_(counts)
         self.last_counts.zero_()  # of codes that are no longer there
 
     # -- what the weights are -----------------------------------------------------------------------------------------
@@ -212,6 +225,12 @@ def _by_head(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _write(buffer: Tensor, counts: Tensor) -> None:
-    """Write counts, which in half precision may be too large."""
-    buffer.copy_(counts.clamp(max=min(torch.finfo(x.dtype).max for x in (buffer, counts))))
+def _over_processes(counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers of keys [Hkv, S] and their means [Hkv, S, D] in all processes that train together."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return counts, means
+    sums = torch.cat([means * counts[..., None], counts[..., None]], dim=-1)
+    distributed.all_reduce(sums)
+    counts = sums[..., -1]
+    return counts, sums[..., :-1] / counts.clamp(min=1)[..., None]
+

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from ..mechanisms import Mechanism
 from .models import Case
 
 LENGTH = 150  # odd parts of several chunks: chunk borders fall inside it, and the last chunk is not full
@@ -32,6 +33,20 @@ def expect_close(got: Tensor, want: Tensor, what: str, tolerance: float = TIGHT)
     error = (got - want).abs().max().item() if want.numel() else 0.0
     limit = tolerance * (1 + (want.abs().max().item() if want.numel() else 0.0))
     expect(error <= limit, f"{what}: differs by {error:.3g}, allowed {limit:.3g}")
+
+
+@torch.no_grad()
+def expect_continued(mechanism: Mechanism, heads: Sequence[Tensor]) -> None:
+    """Raise unless a state goes on with the sequences of real tokens, whatever ids the pads among 11 tokens have."""
+    ids, mask = torch.tensor([[6, 0, 0, 1, 7, 1, 8]]), torch.tensor([[0, 1, 1, 1, 0, 1, 0]]).bool()
+    parts = zip(*(x.split([3, 7, 1], 2) for x in heads), strict=True)
+    state, outputs = None, []
+    for part, packing in zip(parts, [(), (mask, ids), ()], strict=True):
+        output, state = mechanism(*part, *packing, state=state)
+        outputs.append(output)
+    for places in ([0, 1, 2, 4, 5], [6, 8, 10]):
+        want, _ = mechanism(*(x[:, :, places] for x in heads))
+        expect_close(torch.cat(outputs, 2)[:, :, places], want, "a packed sequence between pads, read in pieces")
 
 
 def expect_equal(got: Tensor, want: Tensor, what: str) -> None:

@@ -26,6 +26,7 @@ from .expectations import (
     LENGTH,
     expect,
     expect_close,
+    expect_continued,
     expect_equal,
     expect_finite,
     expect_gradcheck,
@@ -150,6 +151,12 @@ def check_decoding(case: Case) -> None:
             else:
                 full = model.generate(tokens, attention_mask=mask, num_beams=beams, use_cache=False, **kwargs)
                 expect_equal(batched, full[:, -4:], "beam search with cache against without")
+        mechanism, heads, real = case.make(), case.heads(23), (torch.arange(23) >= 10).expand(2, -1)
+        want, state, parts = mechanism(*(x[:, :, 10:] for x in heads))[0], None, []
+        for span in torch.arange(23).split(4):
+            output, state = mechanism(*(x[:, :, span] for x in heads), real[:, span], None, state)
+            parts.append(output)
+        expect_close(torch.cat(parts, 2)[:, :, 10:], want, "output in pieces of which the first are pads alone")
 
 
 @invariant("5 packing")
@@ -173,6 +180,8 @@ def check_packing(case: Case) -> None:
         packed = model(tokens, position_ids=positions, use_cache=False).logits
         for part, span in enumerate(torch.arange(sum(lengths)).split(lengths)):
             expect_close(packed[:, span], model(tokens[:, span]).logits, f"logits of packed document {part}")
+    if case.causal:
+        expect_continued(mechanism, case.heads(11))
 
 
 @invariant("6 determinism")

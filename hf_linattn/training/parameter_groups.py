@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from hf_linattn import get_mechanisms
+from hf_linattn import Mechanism, get_mechanisms
 from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.errors import OptionError
 from hf_linattn.pinning import free_config
@@ -127,8 +127,11 @@ def cast_as_loaded(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
     with torch.device("meta"):
         made = dict(type(model)._from_config(config, dtype=dtype).named_buffers())
     saved = model.state_dict().keys()
+    for module in model.modules():
+        if isinstance(module, Mechanism):
+            module.to(dtype)  # it may leave some of its buffers as they are
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and f".{MECHANISM}." not in f".{name}":
             tensor.data = tensor.data.to(made[name].dtype if name in made and name not in saved else dtype)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import calibrate, get_mechanisms, patch_model
@@ -197,7 +200,32 @@ def test_half_precision_is_calibrated_and_trained(dtype):
     calibrate(model, [batch(2)])
     for seed in range(3):
         model.train()(**batch(seed), use_cache=False)
-    assert all(x.dtype == dtype and bool(x.isfinite().all()) for x in buffers(model).values())
+    assert all(x.dtype == torch.float32 and bool(x.isfinite().all()) for x in buffers(model).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_of_half_precision_follow_the_keys_and_are_saved_and_loaded_whole(tmp_path, dtype):
+    """Keys that move by little: a hundredth of the way to them is less than a rounding, as is what a count loses."""
+    model = model_with(dtype=torch.float32).to(dtype)
+    mechanism, _ = get_mechanisms(model).values()
+    key = torch.ones(1, 2, 32, 8, dtype=dtype)
+    mechanism.prepare(key, key, key, None)
+    for _ in range(300):
+        mechanism.train()(key.repeat(1, 2, 1, 1), key + 0.25, key)
+        mechanism.before_forward()
+    moved = mechanism.codebook[mechanism.counts > 0] - 1
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.25), rtol=0.1, atol=0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert all(torch.equal(x, buffers(loaded)[name]) for name, x in buffers(model).items())
+
+
+def test_codes_that_were_saved_in_half_precision_load(tmp_path):
+    model = model_with(dtype=torch.float32).bfloat16()
+    former = {name: x.bfloat16() for name, x in buffers(model).items()}
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), **former})
+    loaded = buffers(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert all(x.dtype == torch.float32 and torch.equal(x, former[name].float()) for name, x in loaded.items())
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -243,6 +271,40 @@ def test_codes_follow_the_keys_of_training_as_running_means():
     codebook = mechanism.codebook.clone()
     mechanism.before_forward()  # every forward counts once
     assert torch.equal(mechanism.codebook, codebook)
+
+
+def move_together(processes, patch) -> None:
+    """Move the codes of mechanisms that stand for processes, first for what each sends; evaluation sends nothing."""
+    sent: list[torch.Tensor] = []
+    patch.setattr(distributed, "is_initialized", lambda: True)
+    patch.setattr(distributed, "get_world_size", lambda: len(processes))
+    patch.setattr(distributed, "all_reduce", lambda x: sent.append(x.clone()))
+    for mechanism in processes:
+        copy.deepcopy(mechanism).eval().before_forward()
+        copy.deepcopy(mechanism).before_forward()
+    assert len(sent) == len(processes)
+    patch.setattr(distributed, "all_reduce", lambda x: x.copy_(sum(sent)))
+    for mechanism in processes:
+        mechanism.before_forward()
+
+
+def test_processes_that_train_together_have_the_codes_of_one_that_has_all_their_keys(monkeypatch):
+    """With unequal numbers of keys."""
+    case = Case("vq", "llama", True, {"num_codes": 6, "block_size": 8, "ema_decay": 0.9})
+    first, second = case.heads(LENGTH), [x[:, :, :20] for x in case.heads(LENGTH, seed=1)]
+    both = [torch.cat([a, F.pad(b, (0, 0, 0, LENGTH - 20))]) for a, b in zip(first, second, strict=True)]
+    mask = torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH, 20, 20])[:, None]
+    whole, *processes = (case.make().train() for _ in range(3))
+    for _ in range(2):
+        for mechanism, heads in zip(processes, (first, second), strict=True):
+            mechanism(*heads)
+        whole(*both, mask)
+        whole.before_forward()
+        with monkeypatch.context() as patch:
+            move_together(processes, patch)
+        for mechanism in processes:
+            torch.testing.assert_close(mechanism.codebook, whole.codebook)
+            torch.testing.assert_close(mechanism.counts, whole.counts)
 
 
 def test_what_was_trained_before_calibration_does_not_count_after_it():

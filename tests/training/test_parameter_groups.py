@@ -115,10 +115,13 @@ def test_a_tied_bias_stays_one_parameter_that_is_trained_and_saved_once(tmp_path
     assert head.bias is head.decoder.bias and head.bias.requires_grad and not torch.equal(head.bias, before)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "gemma2"])
-def test_a_cast_model_is_the_one_that_is_loaded_in_that_dtype(tmp_path, architecture):
-    """Frequencies of rotary positions and other buffers that are not saved stay in float32."""
-    model = patch_model(make_model(architecture), "hedgehog")
+@pytest.mark.parametrize(
+    ("architecture", "mechanism"),
+    [("bert", "hedgehog"), ("gpt2", "hedgehog"), ("llama", "hedgehog"), ("gemma2", "hedgehog"), ("llama", "vq")],
+)
+def test_a_cast_model_is_the_one_that_is_loaded_in_that_dtype(tmp_path, architecture, mechanism):
+    """Frequencies of rotary positions and other buffers that are not saved stay in float32; so do codes."""
+    model = patch_model(make_model(architecture), mechanism)
     cast_as_loaded(model, torch.bfloat16)
     model.save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype=torch.bfloat16)
