@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_call import AttentionCall, intercept_attention
-from .inference import accepted, evaluation_mode, without_labels
+from .inference import accepted, evaluation_mode, kept_generators, without_labels
 from .mechanisms import Mechanism
 from .ops.dispatch import Decision, recording
 from .patching import get_mechanisms
@@ -121,7 +121,10 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
     counted = [x for mechanism in mechanisms.values() for x in mechanism.modules() if isinstance(x, Mechanism)]
     calls = [x.calls for x in counted]
     try:
-        with evaluation_mode(model), torch.no_grad(), intercept_attention(mechanisms, interceptors):
+        intercepted = intercept_attention(mechanisms, interceptors)
+        with torch.inference_mode(False), torch.no_grad(), evaluation_mode(model), intercepted:
+            # what a caller made in inference mode cannot be trained on
+            given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in given.items()}
             model(**given, **accepted(model, use_cache=False))
     finally:
         for mechanism, count in zip(counted, calls, strict=True):
@@ -134,8 +137,7 @@ def _explain_layer(path: str, mechanism: Mechanism, call: AttentionCall) -> tupl
     with recording() as forward:
         output = call.run(mechanism)
     kept = {name: x.clone() for name, x in mechanism.named_buffers()}
-    devices = [call.query.device] if call.query.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluation_mode(mechanism), torch.enable_grad():
+    with kept_generators(call.query.device), evaluation_mode(mechanism), torch.enable_grad():
         mechanism.train()
         heads = [x.detach().requires_grad_() for x in call[:3]]
         with recording() as backward:

@@ -1,13 +1,17 @@
-"""Inference without side effects: evaluation mode, or a device left, for a while; options that a forward accepts."""
+"""Inference without side effects: evaluation mode, or a device left, for a while; options that a forward accepts.
+
+And global generators that are left as they were.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import architecture
@@ -34,6 +38,11 @@ def set_aside(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.to(device)
+
+
+def kept_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Give the global generators of the CPU and of a device, of whatever kind, the states back that they had."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

@@ -99,9 +99,15 @@ def is_marked(folder: Path) -> bool:
 
 @contextmanager
 def _marked(config: Any, described: dict[str, Any] | None) -> Iterator[None]:
-    """Mark a config for a while, where it is not marked by its own patch."""
-    if described is None or isinstance(config, saved_config.LinearizedConfigMixin):
+    """Mark a config for a while, where it is not marked by its own patch; one that is keeps the names it has."""
+    if described is None:
         yield
+        return
+    if isinstance(config, saved_config.LinearizedConfigMixin):
+        try:
+            yield
+        finally:  # transformers has put the name of the model's class there
+            config.architectures = saved_config.own_names(config.architectures)
         return
     before = vars(config).get(saved_config.MODEL_TYPE)  # such as EncoderDecoderConfig copies from the config of a part
     saved_config.mark_config(config, described)

@@ -181,12 +181,12 @@ def _begin(
         check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
-        if torch.compiler.is_compiling():
-            return  # a step of `generate`, whose prompt was read and checked before
-        modules = patched.attention.values()
-        require_fitting(cache, modules, map(mechanism_of, modules))
-        require_no_pairs(args, kwargs, map(mechanism_of, modules))
-        if has_begun(cache):
+        compiling, begun = torch.compiler.is_compiling(), has_begun(cache)
+        if not (compiling and begun):  # the compiled steps of `generate`, whose prompt was checked, are kept short
+            modules = patched.attention.values()
+            require_fitting(cache, modules, map(mechanism_of, modules))
+            require_no_pairs(args, kwargs, map(mechanism_of, modules))
+        if compiling or begun:
             return  # a forward that continues another one changes nothing
     if model.training and not patched.warned:
         patched.warned = warn_of_frozen(model, patched.mechanisms())

@@ -11,6 +11,7 @@ import torch
 
 from hf_linattn import OptionError, PatchError, explain_backend, get_mechanisms, patch_model, set_backend
 from hf_linattn.config import make_config
+from hf_linattn.inference import kept_generators
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.ops import dispatch
 from hf_linattn.ops.dispatch import OPERATIONS, POLICIES, Decision, Operation, Policy, recording
@@ -199,6 +200,30 @@ REASONS = {
                       "segments longer than blocks, with gradients or in training"),
     "a token after buckets": ("lsh", {}, lambda m: m(*heads_of(1), state=m(*heads_of())[1]), "tokens after a state"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["performer", "hybrid", "gla"])
+def test_inside_inference_mode_the_same_is_explained(name):
+    model = make_patched(name, "llama")
+    inputs = {"input_ids": make_tokens(2, 40), "attention_mask": torch.arange(40) >= torch.tensor([[0], [7]])}
+    expected = explain_backend(model, inputs)
+    with torch.inference_mode():
+        assert explain_backend(model, {name: x.clone() for name, x in inputs.items()}) == expected
+        assert torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", "mps"])
+def test_generators_of_every_kind_of_device_are_left_as_they_were(kind, monkeypatch):
+    states, device = [torch.zeros(1)], torch.device(kind)
+    if kind != "cpu":
+        of_kind = torch.get_device_module(kind)
+        monkeypatch.setattr(of_kind, "get_rng_state", lambda given: (given, states[-1]))
+        monkeypatch.setattr(of_kind, "set_rng_state", lambda state, given: states.append((given, state)))
+    before = torch.get_rng_state()
+    with kept_generators(device):
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert states[1:] == ([] if kind == "cpu" else [(device, (device, states[0]))])
 
 
 @pytest.mark.parametrize("case", REASONS)

@@ -66,7 +66,7 @@ print(json.dumps([light, type(config).__name__, ours, "transformers.modeling_uti
 """)
     light, config, ours, modeling, waiting = found
     assert config == "HfLinattnConfig" and not modeling
-    assert ours == ["hf_linattn", "hf_linattn.auto_config", "hf_linattn.checkpoint_config"]
+    assert ours == ["hf_linattn", "hf_linattn.auto_config", "hf_linattn.checkpoint_config", "hf_linattn.errors"]
     assert first == "transformers" or light == []
     assert "hf_linattn.auto_config" not in waiting
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hf_linattn import (
+    CheckpointError,
     PatchError,
     UnsupportedModeError,
     get_mechanisms,
@@ -219,6 +220,15 @@ def test_parts_are_undone_and_run_as_softmax_by_the_whole():
 WITH_MECHANISMS: dict[str, Any] = {"modules_to_save": ["hf_linattn"], "task_type": "CAUSAL_LM"}
 
 
+@each_family
+def test_a_class_does_not_load_a_converted_model_by_itself(tmp_path, name):
+    model = patch_model(FAMILIES[name](), "linear")
+    model.save_pretrained(tmp_path)
+    for asked in (type(model), type(unpatch_model(model).config)):
+        with pytest.raises(CheckpointError, match="load it through an Auto class, such as"):
+            asked.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_an_adapter_does_not_name_the_softmax_model_as_its_base(tmp_path, name):
     make_model(name).save_pretrained(tmp_path / "base")
@@ -240,6 +250,18 @@ def test_an_adapter_names_the_converted_model_that_was_loaded(tmp_path):
     assert is_patched(loaded)
     torch.testing.assert_close(logits_of(loaded, IDS), logits_of(adapted, IDS))
     assert str(tmp_path / "base") not in (unpatch_model(model).name_or_path, model.config._name_or_path)
+
+
+@pytest.mark.parametrize("auto_class", [AutoPeftModel, AutoPeftModelForCausalLM])
+def test_an_adapter_without_a_task_says_how_to_load_it(tmp_path, auto_class):
+    make_patched("llama", "hedgehog").save_pretrained(tmp_path / "base")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["hf_linattn"])
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"task_type by PeftModel\.from_pretrained\(the loaded model, adapter\)"):
+        auto_class.from_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(loaded.eval(), IDS), logits_of(adapted, IDS))
 
 
 def test_names_come_back(tmp_path):

@@ -170,7 +170,7 @@ def test_no_other_engine_finds_a_model_of_its_own(tmp_path, name):
     names = {known for known in dir(transformers) if isinstance(known, str)}
     in_file = json.loads((tmp_path / "config.json").read_text())
     assert in_file["model_type"] not in CONFIG_MAPPING_NAMES and list(in_file["auto_map"]) == ["AutoConfig"]
-    in_memory = [AutoConfig.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path).config]
+    in_memory = [model.config, AutoConfig.from_pretrained(tmp_path), AutoModel.from_pretrained(tmp_path).config]
     for architectures in (in_file["architectures"], *(config.architectures for config in in_memory)):
         (architecture,) = architectures
         assert architecture == f"HfLinattn{type(model).__name__}"

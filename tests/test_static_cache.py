@@ -177,6 +177,13 @@ def test_every_mechanism_is_served_or_refused_by_name_before_anything_is_read(me
     assert torch.equal(generate(model, ids, attention_mask=mask)[0], want[0])
 
 
+def test_a_prompt_that_is_compiled_in_chunks_is_refused_by_name():
+    """As `generate` compiles it on a GPU: none of it was read before."""
+    model, options = make_patched("llama", "linformer"), {"cache_implementation": "static", "prefill_chunk_size": 4}
+    with pytest.raises(UnsupportedModeError, match=r"cache_implementation='static'.*'linformer' of layer 0"):
+        generate(model, SINGLE[0], compile_config=counting()[0], **options)
+
+
 @pytest.mark.parametrize(
     ("linear", "compiled"),
     [

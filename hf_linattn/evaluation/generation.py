@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..config import require
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, evaluation_mode, kept_generators
 from .next_token import device_of, token_losses
 from .perplexity import position_limit
 
@@ -146,7 +146,7 @@ def continuations(
     """
     device = device_of(model)
     mask = torch.ones_like(prompts) if mask is None else mask
-    with evaluation_mode(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with evaluation_mode(model), kept_generators(device):
         torch.manual_seed(seed)
         text = model.generate(  # type: ignore[operator]
             prompts.to(device), attention_mask=mask.to(device), min_new_tokens=count, max_new_tokens=count,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import require, require_known
+from ..errors import UnsupportedModelError
 from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from ..ops.common.precision import accum_dtype, widened
@@ -135,6 +136,12 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     def projections(self, like: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return E and F [Hkv or 1, k, P], in blocks e and f [Hkv or 1, D], where `like` is, in its dtype for None."""
         first: Any = self._holder[0].key_projection if self._holder else self.key_projection
+        if self._holder and _in_pieces(first):
+            raise UnsupportedModelError(
+                f"sharing='layers' of 'linformer' has layer {self.layer.index} read weights of layer"
+                f" {self._holder[0].layer.index}, of which FSDP or ZeRO-3 has left this process a piece by then; patch"
+                " with sharing='kv' or 'heads', or train with DDP"
+            )
         second = first if self.value_projection is None else self.value_projection
         dtype = dtype or like.dtype
         return first.to(like.device, dtype), second.to(like.device, dtype)
@@ -256,3 +263,9 @@ def _project(projection: Tensor, x: Tensor) -> Tensor:
     if len(projection) > 1:
         return projection @ x
     return (projection @ x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
+
+
+def _in_pieces(projection: Tensor) -> bool:
+    """Whether other processes hold parts of it now: FSDP2 shards it by name, FSDP1 and ZeRO-3 leave it flat."""
+    placements: Any = getattr(projection, "placements", ())
+    return projection.dim() < 2 or any(placement.is_shard() for placement in placements)

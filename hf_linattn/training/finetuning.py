@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from hf_linattn import architecture
 from hf_linattn.errors import HfLinattnError, OptionError
 from hf_linattn.inference import accepted, evaluation_mode
+from hf_linattn.mechanisms import Mechanism
 from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.checkpoints import has_ended, last_complete_checkpoint, read_state
@@ -230,7 +231,7 @@ def rehearse(
                 trainer = RecoveryTrainer(model, arguments, data)
                 trainer.get_train_dataloader()
                 check_model(model, arguments)
-                check_dtypes(stage, model, trainer)
+                check_sharding(stage, model, trainer)
                 if not trainer.shards:  # which makes its own
                     trainer.create_optimizer_and_scheduler(steps)
         except HfLinattnError:
@@ -260,10 +261,18 @@ def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
             raise OptionError(f"{name}=True: {type(root).__name__} cannot compute activations anew; leave it out")
 
 
-def check_dtypes(stage: str, model: nn.Module, trainer: RecoveryTrainer) -> None:
-    """Raise `OptionError` where FSDP would have to shard parameters of several dtypes as one, in the first step."""
+def check_sharding(stage: str, model: nn.Module, trainer: RecoveryTrainer) -> None:
+    """Raise `OptionError` for what FSDP cannot shard, in the first step: several dtypes as one, weights of two layers.
+    """
+    if not trainer.is_fsdp_enabled:
+        return
+    if any(part.borrowed() for part in model.modules() if isinstance(part, Mechanism)):
+        raise OptionError(
+            f"the stage {stage} has layers that read weights of another one, as sharing='layers' of 'linformer' says,"
+            " and FSDP keeps those sharded meanwhile; give sharing 'kv' or 'heads', or train with DDP"
+        )
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    if trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision == "no" and len(trained) > 1:
+    if trainer.accelerator.mixed_precision == "no" and len(trained) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
         raise OptionError(
             f"the stage {stage} trains parameters in {names}, such as mechanisms beside adapters, and FSDP shards"

@@ -7,9 +7,11 @@ import itertools
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
+from hf_linattn import OptionError, UnknownNameError, UnsupportedModelError, get_mechanisms, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.ops import reference as naive
@@ -320,6 +322,57 @@ def test_layers_share_one_projection_through_training_copies_and_saving(causal, 
     alone(tokens).logits.sin().sum().backward()
     assert all(x.grad.abs().max() > 0 for x in own)
     torch.testing.assert_close(shared.grad, own[0].grad + own[1].grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def shard_layers(model, mesh) -> None:
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+
+
+def shard_flat(model, mesh) -> None:
+    """Leave of each parameter of the first layer what FSDP1 and ZeRO-3 do, once that layer has run."""
+
+    def release(layer, *call):
+        for parameter in get_mechanisms(model)["model.layers.0.self_attn"].parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+    model.model.layers[0].register_forward_hook(release)
+
+
+SHARED = {"num_slots": 7, "block_size": 8, "sharing": "layers"}
+IN_PLANS = {
+    "linformer": ("linformer", SHARED),
+    "by_head": ("by_head", {"plan": {"linformer": {"heads": [0], **SHARED}}}),
+    "fusion": ("fusion", {"members": {"linformer": SHARED, "linear": {}}}),
+}
+
+
+@pytest.mark.parametrize("shard", [shard_layers, shard_flat])
+@pytest.mark.parametrize("name", IN_PLANS)
+def test_one_projection_of_layers_that_are_sharded_apart_is_refused_by_name(name, shard, mesh):
+    mechanism, options = IN_PLANS[name]
+    model, tokens = patch_model(tiny_model("llama", True, torch.float32), mechanism, **options), random_tokens(2, 70)
+    shard(model, mesh)
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 read weights of layer 0, .* sharing='kv' or 'heads'"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("sharing", ["layers", "kv"])
+def test_projections_that_are_whole_when_they_are_read_train_under_fsdp(sharing, mesh):
+    options = {**SHARED, "sharing": sharing}
+    model, tokens = patch_model(tiny_model("llama", True, torch.float32), "linformer", **options), random_tokens(2, 70)
+    want = model(tokens).logits
+    fully_shard(model, mesh=mesh) if sharing == "layers" else shard_layers(model, mesh)
+    got = model(tokens).logits
+    got.sum().backward()
+    torch.testing.assert_close(got, want)
 
 
 def test_layers_of_different_options_share_nothing():

@@ -59,7 +59,7 @@ WAYS = {
     "load_adapter": lambda folder: load_adapter(original(), folder / "adapter"),
     "merged": lambda folder: load_adapter(original(), str(folder / "adapter")).merge_and_unload(),
     "PeftModel": lambda folder: PeftModel.from_pretrained(original(), folder / "adapter"),
-    "AutoPeftModel": lambda folder: AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"),
+    "AutoPeftModelForCausalLM": lambda folder: AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"),
     "AutoModel": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "adapter"),
 }
 

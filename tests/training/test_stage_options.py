@@ -137,7 +137,7 @@ def test_an_option_that_a_stage_would_die_of_is_found_without_a_step(tmp_path, s
     assert not list(tmp_path.iterdir()) and torch.equal(state, torch.get_rng_state())
 
 
-def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tmp_path, monkeypatch):
+def test_parameters_that_fsdp_cannot_shard_are_refused_by_name(tmp_path, monkeypatch):
     real = finetuning.RecoveryTrainer
 
     def sharding(*arguments):
@@ -145,13 +145,16 @@ def test_parameters_that_fsdp_cannot_shard_as_one_are_refused_by_their_dtypes(tm
         made.is_fsdp_enabled = True
         return made
 
-    def trained(name, dtype):
-        model = patch_model(make_model("gpt2").to(dtype), name)
+    def trained(name, dtype, **options):
+        model = patch_model(make_model("gpt2").to(dtype), name, **options)
         rehearse("x", lambda: add_adapters(model, rank=2), make_data(model), training, learning_rate=1, max_steps=2)
 
     training = make_training(tmp_path)
     trained("hedgehog", torch.bfloat16)
+    trained("linformer", torch.float32, sharing="layers")
     monkeypatch.setattr(finetuning, "RecoveryTrainer", sharding)
+    with pytest.raises(OptionError, match=r"stage x has layers that read .* another one, .* give sharing 'kv'"):
+        trained("linformer", torch.float32, sharing="layers")
     with pytest.raises(OptionError, match=r"stage x trains parameters in bfloat16 and float32, .* give bf16 true"):
         trained("hedgehog", torch.bfloat16)
     trained("hedgehog", torch.float32)
