@@ -158,26 +158,6 @@ def test_gradients_over_several_segments(variant, name, decay, packed):
     assert len(variant) > 4
 
 
-@pytest.mark.parametrize("size", [None, 1, 16])
-@pytest.mark.parametrize("length", [SEGMENT, SEGMENT + 1])
-def test_training_keeps_states_for_tokens_and_not_for_sequences(variant, length, size):
-    """None before the first tokens of a sequence, where it would be zero."""
-    ids = None if size is None else (torch.arange(length) // size).expand(2, -1)
-    heads = [x.requires_grad_() for x in make_heads(length)]
-    kept: dict[int, int] = {}
-
-    def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output, state = make_mechanism("linear", {}).train()(*heads, None, ids)
-    numbers = 2 * HEADS * length  # of the factor and of the largest exponent of each query
-    states = 2 * KV_HEADS * (length // (SEGMENT + 1)) * (32 * 33 + 1)  # of 24 rows and columns, padded
-    assert variant
-    assert sum(kept.values()) == sum(x.nbytes for x in (*heads, output, *state)) + 4 * (2 * numbers + states)
-
-
 def compare_gradients(name, options, mask, ids, cut, length=203):
     """Read two parts, the second from `cut` on, and compare gradients in float32 with those in float64."""
     parts, generator = [slice(None, cut), slice(cut, None)], torch.Generator().manual_seed(3)

@@ -18,6 +18,7 @@ from hf_linattn.ops.delta_rule import cpu, cpu_kernels
 from hf_linattn.ops.delta_rule.interface import gated_delta_rule
 from hf_linattn.ops.dispatch import Policy, recording
 from hf_linattn.testing.counters import flops_of
+from tests.ops.native.cases import kept_for_backward
 
 AUTO = Policy("auto")
 
@@ -182,13 +183,7 @@ def test_training_keeps_no_state_before_the_first_token(length, continued):
     """Unless one was given."""
     problem = make((2, 2, 2, length, 16, 8), True, False).to(torch.float32)
     problem = problem if continued else problem._replace(memory=None)
-    kept: dict[int, int] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with kept_for_backward() as kept:
         gated_delta_rule(*problem, policy=AUTO)
     states = 2 * 2 * (length // (cpu_kernels.SEGMENT + 1)) * 16 * 8
     assert sum(kept.values()) == sum(x.nbytes for x in problem.tensors) + 4 * states
