@@ -115,7 +115,7 @@ MUTANTS = [
     _csrc("hard keys in C: the last of equals are kept", "hybrid/hard_keys.c", "(numbers + (int32_t)j < (int32_t)own)", "(numbers + (int32_t)j > (int32_t)own)", "tests/ops/native/test_hard_keys.py"),
     _csrc("hard keys in C: a call does not go on inside a block", "hybrid/hard_keys.c", "earlier = min_i64(count, start - position)", "earlier = position < start ? count : 0", "tests/ops/native/test_hard_keys.py"),
     _csrc("hard keys in C: the state does not age as a block leaves", "hybrid/hard_keys.c", "const float before = s->log_max - rate * CHUNK;", "const float before = s->log_max;", "tests/ops/native/test_hard_keys.py"),
-    _csrc("hard keys in C: those of another block are met", "hybrid/hard_keys.c", "2 * (s->serial + at / PIECE) + 1", "2 * (at / PIECE) + 1", "tests/ops/native/test_hard_keys.py"),
+    _csrc("hard keys in C: those of another block are met", "hybrid/hard_keys.c", "PLACES * (s->serial + at / PIECE + 1)", "PLACES * (at / PIECE + 1)", "tests/ops/native/test_hard_keys.py"),
     _csrc("hard keys in C: by the delta rule a key is written as if nothing were known", "hybrid/hard_keys.c", "(load(at) - left * (known[part] + known[part + 2]))", "load(at)", "tests/ops/native/test_hard_keys.py"),
     Mutant("delta rule: gates of pads count", "hf_linattn/mechanisms/gated_deltanet.py", "else (log_gate * real, beta * real)", "else (log_gate, beta * real)", "tests/mechanisms/test_gated_deltanet.py"),
     Mutant("delta rule: a tail ends with pads", "hf_linattn/mechanisms/gated_deltanet.py", "last = lengths[:, None] + torch", "last = count + 0 * lengths[:, None] + torch", "tests/mechanisms/test_gated_deltanet.py"),

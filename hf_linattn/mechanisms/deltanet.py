@@ -100,11 +100,10 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
     ) -> tuple[Tensor, DeltaState]:
         mask = None if lengths is None else torch.arange(key.shape[2], device=key.device) < lengths[:, None]
         query_map, key_map = self.maps
-        if state is None:
-            state = DeltaState(value.new_zeros(*value.shape[:2], key_map.feature_dim, value.shape[3]))
+        before = None if state is None else state.memory
         gates = self._beta(key, mask), self.gate(key, mask) if self.config.gate else None
         maps = (lambda x: query_map(x).values), (lambda x: key_map(x).values)
-        output, memory = gated_delta_rule(query, key, value, *gates, state.memory, *maps, self.policy)
+        output, memory = gated_delta_rule(query, key, value, *gates, before, *maps, self.policy)
         return scaled(output, bounded(self.output_scale.to(output.dtype))[:, None, None]), DeltaState(memory)
 
     def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

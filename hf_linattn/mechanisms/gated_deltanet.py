@@ -210,11 +210,11 @@ class GatedDeltanetMechanism(SequenceMechanism):
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, GatedDeltaState]:
         count, steps = key.shape[2], torch.arange(key.shape[2], device=key.device)
-        if state is None:
-            state = self._empty(query, key, value)
-        query, key = (self._plain(x, state.length[:, None] + steps) for x in (query, key))
-        query, query_tail = _convolved(query, self.query_taps, state.query_tail.flatten(1, 2), lengths)
-        key, key_tail = _convolved(key, self.key_taps, state.key_tail, lengths)
+        before = None if state is None else state.memory
+        length, *tails = self._nothing_read(query, key) if state is None else state[1:]
+        query, key = (self._plain(x, length[:, None] + steps) for x in (query, key))
+        query, query_tail = _convolved(query, self.query_taps, tails[0].flatten(1, 2), lengths)
+        key, key_tail = _convolved(key, self.key_taps, tails[1], lengths)
         real = None if lengths is None else (steps < lengths[:, None])[:, None]
         log_gate, beta = self._gates(key, call.hidden_states, real)
         copies, groups = self.config.expand_value, query.shape[1] // key.shape[1]
@@ -223,8 +223,8 @@ class GatedDeltanetMechanism(SequenceMechanism):
             query = query.unflatten(1, (-1, groups)).repeat_interleave(copies, 1).flatten(1, 2)
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         maps = self._map(self.query_directions), self._map(self.key_directions)
-        output, memory = gated_delta_rule(query, key, value, beta, log_gate, state.memory, *maps, self.policy)
-        length = state.length + (count if lengths is None else lengths)
+        output, memory = gated_delta_rule(query, key, value, beta, log_gate, before, *maps, self.policy)
+        length = length + (count if lengths is None else lengths)
         return self._scaled(output, call.hidden_states), GatedDeltaState(memory, length, query_tail, key_tail)
 
     @property
@@ -250,14 +250,11 @@ class GatedDeltanetMechanism(SequenceMechanism):
         scale = self._factor(query, None).view(query.shape[1], -1, 1, 1)
         return unit_length(self._features(query, self.query_directions)) * scale
 
-    def _empty(self, query: Tensor, key: Tensor, value: Tensor) -> GatedDeltaState:
-        """Return the state before the first token."""
-        shared, batch = key.shape[1], key.shape[0]
-        size = shared * self.config.expand_value, key.shape[3] * self.config.expand_key, value.shape[3]
-        tail = (self.config.conv_size or 1) - 1
-        grouped = query.unflatten(1, (shared, -1))
+    def _nothing_read(self, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        """Return what the state has beside the memory before the first token."""
+        tail, grouped = (self.config.conv_size or 1) - 1, query.unflatten(1, (key.shape[1], -1))
         tails = (x.new_zeros(*x.shape[:-2], tail, x.shape[-1]) for x in (grouped, key))
-        return GatedDeltaState(value.new_zeros(batch, *size), key.new_zeros(batch, dtype=torch.long), *tails)
+        return key.new_zeros(key.shape[0], dtype=torch.long), *tails
 
     def _plain(self, heads: Tensor, position: Tensor) -> Tensor:
         """Return heads at `position` [B, N] with their rotary turn taken back, if that is wanted."""

@@ -102,8 +102,10 @@ static inline struct beginning begin_scores(const struct block_softmax_args *p, 
     return found;
 }
 
-/* What a piece is known by: where its keys lie, which may be among the shared ones, too. */
-static inline int64_t name_of(const tensor_view *key, int64_t batch, int64_t head, const struct keys *keys)
+/* What a piece is known by: the number of its first token, or of its first shared key, among those of all heads. Heads
+ * with the same keys may have other values. */
+static inline int64_t name_of(const struct block_softmax_args *p, int64_t batch, int64_t head, const struct keys *keys)
 {
-    return (int64_t)row_ptr(key, batch, head, 0, keys->at) + keys->shared;
+    const int64_t most = max_i64(p->length, p->shared);
+    return 2 * ((batch * p->heads + head) * most + keys->at + 1) + keys->shared;
 }

@@ -31,7 +31,7 @@ static void meet_tiles(struct work *w, const tensor_view *key, const tensor_view
     const struct block_softmax_args *p = w->args;
     const struct span of = {w->batch, w->head, met->at, met->count};
     struct piece piece;
-    if (!find_piece(&s->pieces, name_of(key, w->batch, w->head, met), &piece))
+    if (!find_piece(&s->pieces, name_of(p, w->batch, w->head, met), &piece))
         put_pairs_piece(s, &piece, rows_for_tiles(&s->pieces, key, &of, p->key_size, s->keys, s->key),
                         rows_for_tiles(&s->pieces, value, &of, p->value_size, s->values, s->value));
     read_pair_tiles(s, &piece, gradients, &begun->seen, begun->shown, begun->bias);

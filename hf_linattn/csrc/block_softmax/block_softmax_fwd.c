@@ -61,7 +61,7 @@ static void read_keys(void *work, const struct keys *read)
     if (begun.seen.start >= begun.seen.end)
         return;
     const struct span of = {w->batch, w->head, read->at, read->count};
-    read_span(s, &begun.seen, key, value, &of, name_of(key, w->batch, w->head, read), begun.shown, begun.bias);
+    read_span(s, &begun.seen, key, value, &of, name_of(p, w->batch, w->head, read), begun.shown, begun.bias);
 }
 
 /* Let in what stands before a query, as far as the gate is open, beside the attention to its keys, which is a row of

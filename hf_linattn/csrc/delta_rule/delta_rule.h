@@ -13,8 +13,8 @@
 struct delta_args {
     tensor_view query, key, value, out; /* [B, Hkv, G, N, F], [B, Hkv, N, F], [B, Hkv, N, V], [B, Hkv, G, N, V] */
     tensor_view beta, log_gate;         /* [B, Hkv, N]; nothing is forgotten without log_gate */
-    const float *state;                 /* [B, Hkv, F, V], before the first token */
-    float *state_after, *checkpoints;   /* the same after the last one; states [segments, B Hkv, F, V], or NULL */
+    const float *state;                 /* [B, Hkv, F, V], before the first token; NULL where there is none */
+    float *state_after, *kept_states;   /* the same after the last one; [segments - 1, B Hkv, F, V], or NULL */
     int64_t batches, heads, groups, length, key_size, value_size, threads;
     float least_length; /* of a key or query that is divided by its length; a shorter one is nothing */
 };
@@ -23,7 +23,7 @@ struct delta_bwd_args {
     struct delta_args forward;
     tensor_view d_out, d_query, d_key, d_value, d_beta, d_log_gate;
     const float *d_state; /* of the last state, NULL for none */
-    float *d_before;      /* of the first one */
+    float *d_before;      /* of the first one, NULL where there is none */
 };
 
 /* All that belongs to one chunk of one head. K, Q and U are rows of the chunk, S is what was known before it. */
@@ -154,6 +154,12 @@ static inline void fold_chunk(struct chunk *c, const float *update, float *writt
     gemm_f32(c->state, c->values, c->key, 1, c->keys, written, c->values, c->keys, c->values, CHUNK, 1);
 }
 
+/* The state [F, V] of one sequence among those of all, or nothing where there are none. */
+static inline const float *state_of(const float *states, const struct delta_args *p, int64_t sequence)
+{
+    return states ? states + sequence * p->key_size * p->value_size : NULL;
+}
+
 /* A state [F, V] in memory as a padded one, nothing where there is none. */
 static inline void load_state(float *to, const float *from, const struct delta_args *p, const struct chunk *c)
 {
@@ -168,8 +174,8 @@ static inline void save_state(float *to, const float *from, const struct delta_a
         memcpy(to + key * p->value_size, from + key * c->values, p->value_size * sizeof(float));
 }
 
-/* Where the state before a segment of one sequence is kept. */
+/* Where the state before a segment of one sequence is kept; before the first one it is given. */
 static inline float *checkpoint_of(const struct delta_args *p, int64_t sequence, int64_t segment)
 {
-    return p->checkpoints + (segment * p->batches * p->heads + sequence) * p->key_size * p->value_size;
+    return p->kept_states + ((segment - 1) * p->batches * p->heads + sequence) * p->key_size * p->value_size;
 }

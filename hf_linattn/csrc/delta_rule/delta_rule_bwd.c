@@ -1,5 +1,5 @@
 /* Gradients of the gated delta rule, segment by segment from the last: of each the states before its chunks are made
- * again from the one that was kept. With the names of delta_rule_fwd.c, g_i = dL/dout_i and D the gradient of the state
+ * again from the one that was kept, or given. With the names of delta_rule_fwd.c, g_i = dL/dout_i and D the gradient of the state
  * after a chunk,
  *
  *     dU_j = sum_{i >= j} exp(c_i - c_j) (q_i . k_j) g_i + exp(c - c_j) D^T k_j
@@ -199,10 +199,10 @@ static void back_sequence(const void *args, float *memory, int64_t task)
     struct chunk *c = &b.c;
     float *state = c->state;
     const int64_t padded = c->keys * c->values;
-    load_state(b.grad, a->d_state ? a->d_state + task * size : NULL, p, c);
+    load_state(b.grad, state_of(a->d_state, p, task), p, c);
     for (int64_t segment = (p->length + SEGMENT - 1) / SEGMENT - 1; segment >= 0; segment--) {
         const int64_t first = segment * SEGMENT, count = min_i64(SEGMENT, p->length - first);
-        load_state(state, checkpoint_of(p, task, segment), p, c);
+        load_state(state, segment ? checkpoint_of(p, task, segment) : state_of(p->state, p, task), p, c);
         for (int64_t at = 0; at < count; at += CHUNK) {
             float *errors = b.errors + at * c->values;
             memcpy(b.states + at / CHUNK * padded, state, padded * sizeof(float));
@@ -218,7 +218,8 @@ static void back_sequence(const void *args, float *memory, int64_t task)
         }
         c->state = state;
     }
-    save_state(a->d_before + task * size, b.grad, p, c);
+    if (a->d_before)
+        save_state(a->d_before + task * size, b.grad, p, c);
 }
 
 /* Gradients of all sequences of a call; returns 0, or 1 where there was no memory to work in. */
@@ -229,4 +230,4 @@ int delta_rule_backward(const struct delta_bwd_args *a)
     return run_tasks(back_sequence, a, p->batches * p->heads, p->threads, back_init(&b, p, NULL));
 }
 
-LAYOUT(delta_rule_backward, struct delta_bwd_args, 0x042f19ec)
+LAYOUT(delta_rule_backward, struct delta_bwd_args, 0xa82bcd7a)

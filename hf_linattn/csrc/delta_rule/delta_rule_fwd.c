@@ -38,10 +38,10 @@ static void read_sequence(const void *args, float *memory, int64_t task)
     const int64_t batch = task / p->heads, head = task % p->heads, size = p->key_size * p->value_size;
     struct chunk c;
     chunk_init(&c, p, memory);
-    load_state(c.state, p->state + task * size, p, &c);
+    load_state(c.state, state_of(p->state, p, task), p, &c);
     for (int64_t at = 0; at < p->length; at += CHUNK) {
         const int64_t count = min_i64(CHUNK, p->length - at);
-        if (p->checkpoints && at % SEGMENT == 0)
+        if (p->kept_states && at && at % SEGMENT == 0)
             save_state(checkpoint_of(p, task, at / SEGMENT), c.state, p, &c);
         load_chunk(&c, p, batch, head, at, count);
         solve_chunk(&c);
@@ -101,5 +101,5 @@ int delta_rule_step(const struct delta_args *p)
     return run_tasks(read_token, p, p->batches * p->heads, p->threads, chunk_init(&c, p, NULL));
 }
 
-LAYOUT(delta_rule, struct delta_args, 0xaae4a33d)
-LAYOUT(delta_rule_step, struct delta_args, 0xaae4a33d)
+LAYOUT(delta_rule, struct delta_args, 0xaea54dad)
+LAYOUT(delta_rule_step, struct delta_args, 0xaea54dad)

@@ -20,6 +20,16 @@ struct tokens {
     int64_t at, count, name;
 };
 
+/* Where tokens lie that have names. */
+enum place { IN_CALL, IN_RING, IN_SINKS, IN_STORE, PLACES };
+
+/* What tokens from number `at` of a head on are known by. Heads with the same keys may have other values. */
+static inline int64_t name_of(const struct hard_keys_args *p, enum place place, int64_t batch, int64_t head, int64_t at)
+{
+    const int64_t most = max_i64(max_i64(p->length, p->sinks), CHUNK * (p->back + 1));
+    return PLACES * ((batch * p->heads + head) * most + at + 1) + place;
+}
+
 /* Find `count` tokens of a head from a position on, no more than CHUNK, in the call or before it; where they lie in
  * both they are copied to `key` and `value`, which are views of the store's memory. */
 static struct tokens find_tokens(const struct store *s, const struct hard_keys_args *p, int64_t batch, int64_t head,
@@ -29,10 +39,9 @@ static struct tokens find_tokens(const struct store *s, const struct hard_keys_a
     const int64_t ring = CHUNK * (p->back + 1) - start + position;
     if (earlier <= 0)
         return (struct tokens){&p->key, &p->value, position - start, count,
-                               (int64_t)row_ptr(&p->key, batch, head, 0, position - start)};
+                               name_of(p, IN_CALL, batch, head, position - start)};
     if (earlier == count)
-        return (struct tokens){&p->ring_key, &p->ring_value, ring, count,
-                               (int64_t)row_ptr(&p->ring_key, batch, head, 0, ring)};
+        return (struct tokens){&p->ring_key, &p->ring_value, ring, count, name_of(p, IN_RING, batch, head, ring)};
     pack(s->block_key, earlier, &p->ring_key, batch, head, 0, ring, earlier, p->key_size, s->keys);
     pack(s->block_value, earlier, &p->ring_value, batch, head, 0, ring, earlier, p->value_size, s->values);
     pack(s->block_key + earlier * s->keys, count - earlier, &p->key, batch, head, 0, 0, count - earlier, p->key_size,
@@ -255,12 +264,12 @@ for_keys(struct work *w, void (*meet)(struct work *w, const struct tokens *met, 
     const tensor_view key = view_of(hard->key, s->keys), value = view_of(hard->value, s->values);
     const tensor_view own_key = view_of(s->block_key, s->keys), own_value = view_of(s->block_value, s->values);
     for (int64_t at = 0; at < p->sinks; at += PIECE) {
-        const int64_t name = (int64_t)row_ptr(&p->sink_key, w->batch, w->head, 0, at);
+        const int64_t name = name_of(p, IN_SINKS, w->batch, w->head, at);
         meet(w, &(struct tokens){&p->sink_key, &p->sink_value, at, min_i64(p->sinks - at, PIECE), name},
              w->position - at);
     }
-    for (int64_t at = 0; at < hard->count; at += PIECE) { /* an odd name, which no place in memory has */
-        const int64_t name = 2 * (s->serial + at / PIECE) + 1;
+    for (int64_t at = 0; at < hard->count; at += PIECE) {
+        const int64_t name = PLACES * (s->serial + at / PIECE + 1) + IN_STORE;
         meet(w, &(struct tokens){&key, &value, at, min_i64(hard->count - at, PIECE), name}, PIECE);
     }
     for (int64_t block = max_i64(w->block - p->back, 0); block <= w->block; block++) {

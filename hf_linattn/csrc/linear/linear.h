@@ -41,8 +41,8 @@ struct linear_args {
     const float *state, *log_max;    /* [batches, heads, key_size, value_size (+ 1)], [batches, heads]: of the first
                                         sequence of each row; NULL where nothing was read before */
     float *state_after, *log_max_after; /* of the last; if bidirectional of every sequence */
-    float *checkpoints; /* [.., heads, struct checkpoint]: what was before every SEGMENT tokens of each sequence; NULL
-                           where nobody needs that */
+    float *kept_states; /* [.., heads, struct checkpoint]: what was before every SEGMENT tokens of each sequence but
+                           the first ones; NULL where nobody needs that */
     int64_t batches, heads, groups, length, key_size, value_size;
     int64_t normalise, threads;
     int64_t parts; /* of bfloat16 that numbers have in products; 0 for products of float32 */
@@ -91,16 +91,17 @@ static inline void begin_at(tensor_view *x, int64_t start)
 /* How many segments so many tokens have. */
 static inline int64_t segments_of(int64_t length) { return (length + SEGMENT - 1) / SEGMENT; }
 
-/* What is kept before a segment: the state [keys, values] and its last column [keys], padded, and log_max. */
+/* What is kept before a segment that is not the first of its sequence: the state [keys, values] and its last column
+ * [keys], padded, and log_max. */
 struct checkpoint {
     float *state, *weights, *log_max;
 };
 
-static inline struct checkpoint checkpoint_of(const struct linear_args *p, int64_t head, int64_t segment)
+static inline struct checkpoint checkpoint_of(const struct linear_args *p, int64_t head, int64_t place)
 {
     const int64_t keys = round_up(p->key_size, TILE_COLUMNS), values = round_up(p->value_size, TILE_COLUMNS);
     const int64_t size = keys * (values + 1) + 1;
-    float *state = p->checkpoints + (segment * p->heads + head) * size;
+    float *state = p->kept_states + (place * p->heads + head) * size;
     return (struct checkpoint){state, state + keys * values, state + keys * (values + 1)};
 }
 
@@ -111,8 +112,8 @@ static inline struct linear_args problem_of(const struct linear_args *p, int64_t
     own.continues = p->state != NULL;
     own.leaves = 1;
     const int64_t start = p->packed ? p->packed[number].start : 0;
-    if (p->checkpoints) /* each sequence has places of its own, wherever it starts */
-        own.checkpoints = checkpoint_of(p, 0, row * segments_of(p->length) + number + start / SEGMENT).state;
+    if (p->kept_states) /* a length takes (length - 1) / SEGMENT places: sequences that do not overlap share none */
+        own.kept_states = checkpoint_of(p, 0, row * ((p->length - 1) / SEGMENT) + start / SEGMENT).state;
     if (!p->packed)
         return own;
     tensor_view *operands[] = {&own.query,     &own.key,       &own.value,  &own.sums, &own.log_scale,

@@ -9,11 +9,11 @@
  *     d log_scale_j = key_j . d key_j
  *
  * for features query and key, which are made again. Segments are read from the last to the first: from its checkpoint
- * on the keys of one are read from the start, and what came before each of its chunks is written down; then its chunks
- * are read from the end, with the sums over later queries, and all gradients of a chunk are made at once.
- * `bidirectional` queries see all keys: the state it left is what they read, and then keys read the sums over all
- * queries. Exponents read from the end never exceed zero either: a key's own is no larger than the top of any query
- * that sees it.
+ * on, the first one from what the sequence began with, the keys of one are read from the start, and what came before
+ * each of its chunks is written down; then its chunks are read from the end, with the sums over later queries, and all
+ * gradients of a chunk are made at once. `bidirectional` queries see all keys: the state it left is what they read, and
+ * then keys read the sums over all queries. Exponents read from the end never exceed zero either: a key's own is no
+ * larger than the top of any query that sees it.
  */
 
 #include "chunk_bwd.h"
@@ -56,11 +56,12 @@ static void look_ahead_of_chunks(struct chunk_space *s, const struct linear_bwd_
     prefetch_push(&s->next, &p->d_sums, batch, head, 0, queries, rows, f->value_size);
 }
 
-/* The state [keys, values] and `weights` [keys] = those of [key_size, value_size + 1] numbers. */
-static void read_state(struct chunk_space *s, const struct linear_args *f, float *weights, const float *given)
+/* `to` [keys, values] and `weights` [keys] = a state of [key_size, value_size + 1] numbers, zero if there is none. */
+static void read_state(const struct chunk_space *s, const struct linear_args *f, struct matrix *to, float *weights,
+                       const float *given)
 {
     const int64_t width = f->value_size + 1;
-    float *state = matrix_write(&s->state);
+    float *state = matrix_write(to);
     clear(state, s->keys * s->values);
     clear(weights, s->keys);
     for (int64_t key = 0; key < f->key_size && given; key++) {
@@ -85,6 +86,25 @@ static void add_keys(struct work *w, const struct linear_args *f, const struct r
     add_rows(next->weights, 1.0f, scaled ? s->weight : NULL, s->key->data, count, s->keys);
 }
 
+/* Recall what was before a segment: what was kept, or what the sequence began with, by way of `turned_state`. */
+static void recall_state(struct work *w, const struct linear_args *f, int64_t batch, int64_t head, int64_t from)
+{
+    struct chunk_space *s = &w->s;
+    struct recalled *own = w->recalled;
+    const int64_t sequence = batch * f->heads + head, size = f->key_size * (f->value_size + 1);
+    const float *state = w->turned_state.data;
+    if (from) {
+        const struct checkpoint kept = checkpoint_of(f, head, from / SEGMENT - 1);
+        state = kept.state;
+        memcpy(own->weights, kept.weights, s->keys * sizeof(float));
+        own->log_max = *kept.log_max;
+    } else {
+        read_state(s, f, &w->turned_state, own->weights, f->continues ? f->state + sequence * size : NULL);
+        own->log_max = first_top(f, sequence);
+    }
+    transpose(matrix_write(&own->state), s->keys, state, s->values, s->keys, s->values);
+}
+
 /* Read the keys of a segment from its start, for all of its chunks to be recalled. */
 static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_t batch, int64_t head, int64_t from,
                          int64_t to)
@@ -92,12 +112,9 @@ static void read_segment(struct work *w, const struct linear_bwd_args *p, int64_
     const struct linear_args *f = &p->forward;
     struct chunk_space *s = &w->s;
     const int scaled = has_scales(f);
-    const struct checkpoint kept = checkpoint_of(f, head, from / SEGMENT);
     struct recalled *own = w->recalled;
     float left = 1.0f;
-    transpose(matrix_write(&own->state), s->keys, kept.state, s->values, s->keys, s->values);
-    memcpy(own->weights, kept.weights, s->keys * sizeof(float));
-    own->log_max = *kept.log_max;
+    recall_state(w, f, batch, head, from);
     for (int64_t at = from; at < to; at += s->chunk, own++) {
         const int64_t count = min_i64(s->chunk, to - at);
         s->key = &own->key;
@@ -294,10 +311,10 @@ static void read_sequence(struct work *w, const struct linear_bwd_args *p, int64
     const int left_one = f->leaves && p->d_state;
     float later = left_one || f->bidirectional ? -f->log_max_after[sequence] : LOWEST;
     if (f->bidirectional) {
-        read_state(s, f, w->recalled->weights, f->state_after + sequence * size);
+        read_state(s, f, &s->state, w->recalled->weights, f->state_after + sequence * size);
         transpose(matrix_write(&w->recalled->state), s->keys, s->state.data, s->values, s->keys, s->values);
     }
-    read_state(s, f, s->weights, left_one ? p->d_state + sequence * size : NULL);
+    read_state(s, f, &s->state, s->weights, left_one ? p->d_state + sequence * size : NULL);
     if (f->bidirectional)
         read_both_ways(w, p, batch, head, later);
     for (int64_t from = (segments_of(f->length) - 1) * SEGMENT; from >= 0 && !f->bidirectional; from -= SEGMENT) {
@@ -349,4 +366,4 @@ int causal_sums_backward(const struct linear_bwd_args *p)
                      arrange_all(&w, p, NULL));
 }
 
-LAYOUT(causal_sums_backward, struct linear_bwd_args, 0xbc0f44bd)
+LAYOUT(causal_sums_backward, struct linear_bwd_args, 0x9ffbf5d0)

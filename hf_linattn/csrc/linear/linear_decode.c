@@ -97,4 +97,4 @@ int causal_step(const struct linear_args *p)
     return run_tasks(read_token, p, p->batches * p->heads, p->threads, workspace_init(&s, p, NULL));
 }
 
-LAYOUT(causal_step, struct linear_args, 0x77eda765)
+LAYOUT(causal_step, struct linear_args, 0x85260022)

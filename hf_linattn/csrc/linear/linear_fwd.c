@@ -103,8 +103,8 @@ static void read_sequence(struct chunk_space *s, const struct linear_args *p, in
     }
     for (int64_t at = 0; at < p->length; at += s->chunk) {
         const int64_t count = min_i64(s->chunk, p->length - at);
-        if (p->checkpoints && at % SEGMENT == 0) {
-            const struct checkpoint kept = checkpoint_of(p, head, at / SEGMENT);
+        if (p->kept_states && at && at % SEGMENT == 0) {
+            const struct checkpoint kept = checkpoint_of(p, head, at / SEGMENT - 1);
             memcpy(kept.state, s->state.data, s->keys * s->values * sizeof(float));
             memcpy(kept.weights, s->weights, s->keys * sizeof(float));
             *kept.log_max = before;
@@ -167,4 +167,4 @@ int causal_sums(const struct linear_args *p)
     return run_tasks(read_task, p, p->batches * p->heads, p->threads, forward_init(&s, &key, p, NULL));
 }
 
-LAYOUT(causal_sums, struct linear_args, 0x77eda765)
+LAYOUT(causal_sums, struct linear_args, 0x85260022)

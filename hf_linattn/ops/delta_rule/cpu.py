@@ -1,7 +1,8 @@
 """The gated delta rule by csrc/delta_rule, chunk by chunk through the caches of a CPU.
 
-The backward pass keeps the features, the gates and the state before every `SEGMENT` tokens, and makes all else again.
-Of feature maps the C gets what they make, for some tokens at a time.
+The backward pass keeps the features, the gates, the state that was given, if any, and those before every `SEGMENT`
+tokens but the first ones, and makes all else again. Of feature maps the C gets what they make, for some tokens at a
+time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..common.derivatives import first_order
 from ..common.numerics import bounded
 from ..linear.cpu import few_sequences
 from ..runtime.cpu import dense_rows, empty_like, empty_output, refusal
-from .cpu_kernels import delta_rule, delta_rule_backward, delta_rule_step, segments
+from .cpu_kernels import delta_rule, delta_rule_backward, delta_rule_step, places
 from .types import DeltaCall, FeatureMap
 
 MAPPED_SIZE = 512  # tokens whose features are made at a time, so that they stay in the cache until the C reads them
@@ -24,7 +25,8 @@ MAPPED_SIZE = 512  # tokens whose features are made at a time, so that they stay
 
 def unsupported(call: DeltaCall) -> str | None:
     """Return why the C cannot compute a call."""
-    if reason := refusal(*call[:3], call.beta, call.memory):
+    given = () if call.memory is None else (call.memory,)
+    if reason := refusal(*call[:3], call.beta, *given):
         return reason
     if call.is_step:
         return None if call.policy.inference else "one token with gradients or in training"
@@ -38,12 +40,14 @@ def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     whole = call.grouped_query, call.key, call.value, call.beta
     queries, *rest = whole[0].split(size, 3), *(x.split(size, 2) for x in whole[1:])
     gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
-    memory, outputs = call.memory.contiguous(), []
+    memory: Any = None if call.memory is None else call.memory.contiguous()
+    outputs = []
     output = None if torch.is_grad_enabled() else empty_output(whole[0], call.value)
     rows = itertools.repeat(None) if output is None else output.split(size, 3)
     for query, key, value, beta, log_gate, room in zip(queries, *rest, gates, rows, strict=False):
         query, key = _mapped(query, call.query_map), _mapped(key, call.key_map)
         query, key, value = (dense_rows(x) for x in (query, key, value))
+        memory = call.before(key) if call.is_step and memory is None else memory
         if room is None:
             part, memory = _DeltaRule.apply(query, key, value, beta, log_gate, memory)
         else:
@@ -59,11 +63,12 @@ def _mapped(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor, output: Tensor,
-    step: bool = False, checkpoints: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor | None,
+    output: Tensor, step: bool = False, checkpoints: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write the output, and return it with the state after the last key."""
-    after, operands = torch.empty_like(memory), (query, key, value, beta, log_gate, memory, output)
+    after = value.new_empty(*key.shape[:2], key.shape[3], value.shape[3])
+    operands = query, key, value, beta, log_gate, memory, output
     if step:
         delta_rule_step(*operands, after)
     else:
@@ -74,24 +79,25 @@ def _forward(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        checkpoints = memory.new_empty(segments(key.shape[2]), *memory.shape)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None,
+        memory: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        checkpoints = value.new_empty(places(key.shape[2]), *key.shape[:2], key.shape[3], value.shape[3])
         room = empty_output(query, value)
         output = _forward(query, key, value, beta, log_gate, memory, room, checkpoints=checkpoints)
-        ctx.save_for_backward(query, key, value, beta, log_gate, checkpoints)
+        ctx.save_for_backward(query, key, value, beta, log_gate, memory, checkpoints)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     @first_order()
     def backward(ctx: Any, d_output: Tensor | None, d_memory: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, beta, log_gate, checkpoints = saved = ctx.saved_tensors
+        query, key, value, beta, log_gate, memory, _ = saved = ctx.saved_tensors
         d_output = value.new_zeros(*query.shape[:4], value.shape[-1]) if d_output is None else dense_rows(d_output)
         d_memory = None if d_memory is None else d_memory.contiguous()
         heads = [empty_like(x) for x in (query, key, value)]
         d_beta = torch.empty_like(beta, memory_format=torch.contiguous_format)
         d_gate = None if log_gate is None else torch.empty_like(log_gate, memory_format=torch.contiguous_format)
-        d_before = checkpoints.new_empty(checkpoints.shape[1:])
+        d_before = None if memory is None else torch.empty_like(memory)
         delta_rule_backward(*saved, d_output, d_memory, *heads, d_beta, d_gate, d_before)
         return *heads, d_beta, d_gate, d_before

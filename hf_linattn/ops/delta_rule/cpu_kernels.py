@@ -13,7 +13,7 @@ from ..linear.types import LEAST_WEIGHT
 from ..runtime.cpu import Operand, call, operation, size_of
 
 OPERANDS = ("query", "key", "value", "out", "beta", "log_gate")
-STATES = ("state", "state_after", "checkpoints")
+STATES = {"state": "state", "state_after": "state_after", "kept_states": "checkpoints"}  # fields, and their operands
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "threads")
 GRADIENTS = ("d_out", "d_query", "d_key", "d_value", "d_beta", "d_log_gate")
 GROUPED = {"query", "out", "d_out", "d_query"}
@@ -48,7 +48,7 @@ def _describe(operands: dict[str, Tensor | None]) -> DeltaArgs:
     sizes = (*query.shape, value.shape[-1], torch.get_num_threads())
     return DeltaArgs(
         **{name: Operand.of(operands.get(name), name in GROUPED, False) for name in OPERANDS},
-        **{name: _place(operands.get(name)) for name in STATES},
+        **{field: _place(operands.get(name)) for field, name in STATES.items()},
         **dict(zip(SIZES, sizes, strict=True)),
         least_length=LEAST_WEIGHT[torch.float32],
     )
@@ -58,28 +58,29 @@ def _place(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def segments(length: int) -> int:
-    """Return how many checkpoints a sequence has."""
-    return -(-length // SEGMENT)
+def places(length: int) -> int:
+    """Return how many checkpoints a sequence has: none before its first tokens."""
+    return max(length - 1, 0) // SEGMENT
 
 
 @operation("out", "state_after", "checkpoints")
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, state: Tensor, out: Tensor,
-    state_after: Tensor, checkpoints: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, state: Tensor | None,
+    out: Tensor, state_after: Tensor, checkpoints: Tensor | None,
 ) -> None:  # fmt: skip
     """Work through one call of delta_rule_fwd.c.
 
     Args:
         query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. beta, log_gate: [B, Hkv, N].
-        state, state_after: [B, Hkv, F, Dv], contiguous. out: [B, Hkv, G, N, Dv].
-        checkpoints: [segments, B, Hkv, F, Dv], the states before every `SEGMENT` tokens; None: they are not kept.
+        state, state_after: [B, Hkv, F, Dv], contiguous; state may be None, of zeros. out: [B, Hkv, G, N, Dv].
+        checkpoints: [places, B, Hkv, F, Dv], the states before every `SEGMENT` tokens but the first ones; None: they
+            are not kept.
     """
     operands = {
         "query": query, "key": key, "value": value, "beta": beta, "log_gate": log_gate, "state": state, "out": out,
         "state_after": state_after, "checkpoints": checkpoints,
     }  # fmt: skip
-    call("delta_rule", operands, [("X", segments(size_of(query, 3)))], lambda: _describe(operands))
+    call("delta_rule", operands, [("X", places(size_of(query, 3)))], lambda: _describe(operands))
 
 
 @operation("out", "state_after")
@@ -97,18 +98,19 @@ def delta_rule_step(
 
 @operation(*GRADIENTS[1:], "d_before")
 def delta_rule_backward(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, checkpoints: Tensor,
-    d_out: Tensor, d_state: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor, d_beta: Tensor,
-    d_log_gate: Tensor | None, d_before: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, state: Tensor | None,
+    checkpoints: Tensor, d_out: Tensor, d_state: Tensor | None, d_query: Tensor, d_key: Tensor, d_value: Tensor,
+    d_beta: Tensor, d_log_gate: Tensor | None, d_before: Tensor | None,
 ) -> None:  # fmt: skip
     """Write the gradients of a call of `delta_rule`, each shaped as what it belongs to.
 
     Args:
         checkpoints: as it left them. d_out, d_state: gradients of the output and of the last state; None for none.
-        d_before: of the first state. The others as there.
+        d_before: of the first state, if there is one. The others as there.
     """
     forward: dict[str, Tensor | None] = {
-        "query": query, "key": key, "value": value, "beta": beta, "log_gate": log_gate, "checkpoints": checkpoints,
+        "query": query, "key": key, "value": value, "beta": beta, "log_gate": log_gate, "state": state,
+        "checkpoints": checkpoints,
     }  # fmt: skip
     gradients = dict(zip(GRADIENTS, (d_out, d_query, d_key, d_value, d_beta, d_log_gate), strict=True))
     states = {"d_state": d_state, "d_before": d_before}
@@ -120,7 +122,7 @@ def delta_rule_backward(
             **{name: _place(x) for name, x in states.items()},
         )
 
-    sizes = [("X", segments(size_of(query, 3)))]
+    sizes = [("X", places(size_of(query, 3)))]
     call("delta_rule_backward", forward | gradients | states, sizes, describe)
 
 

@@ -25,7 +25,7 @@ def gated_delta_rule(
     value: Tensor,
     beta: Tensor,
     log_gate: Tensor | None,
-    memory: Tensor,
+    memory: Tensor | None,
     query_map: FeatureMap | None = None,
     key_map: FeatureMap | None = None,
     policy: Policy = PYTORCH,
@@ -35,7 +35,7 @@ def gated_delta_rule(
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv. All of one dtype.
         beta: [B, Hkv, N], from 0 to 2; 0 for pads. log_gate: log g [B, Hkv, N], at most 0; 0 for pads; None: g is 1.
-        memory: S before the first key [B, Hkv, F, Dv].
+        memory: S before the first key [B, Hkv, F, Dv]; None: it is zero.
         query_map, key_map: make F features of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D], which are divided
             by their length then; None: they are features themselves. One that all but vanishes is zero.
         policy: which backends may do it.

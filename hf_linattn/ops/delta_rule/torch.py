@@ -13,6 +13,7 @@ S + K^T U are products. With decays every pair (i, j) gets the factor g_{j+1} ..
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +31,19 @@ def unsupported(call: DeltaCall) -> None:
 
 def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, N, Dv] and the state after the last key."""
-    grouped, key, value, memory = call.grouped_query, call.key, call.value, call.memory
+    grouped, key, value = call.grouped_query, call.key, call.value
     if call.is_step:
         units = _units(grouped, call.query_map), _units(key, call.key_map)
-        return _single_token(*units, value, call.beta, call.log_gate, memory)
+        return _single_token(*units, value, call.beta, call.log_gate, call.before(units[1]))
     size = chunks_at_once(grouped.shape[:3].numel(), key.device) * CHUNK_SIZE
     gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
     parts = zip(grouped.split(size, 3), *(x.split(size, 2) for x in (key, value, call.beta)), gates, strict=False)
+    memory: Any = call.memory
     outputs = []
     for q, k, v, b, gate in parts:
-        part, memory = _read_chunks(_units(q, call.query_map), _units(k, call.key_map), v, b, gate, memory)
+        units = _units(q, call.query_map), _units(k, call.key_map)
+        memory = call.before(units[1]) if memory is None else memory
+        part, memory = _read_chunks(*units, v, b, gate, memory)
         outputs.append(part)
     return torch.cat(outputs, dim=3).flatten(1, 2), memory
 

@@ -20,7 +20,7 @@ class DeltaCall(NamedTuple):
     value: Tensor
     beta: Tensor
     log_gate: Tensor | None
-    memory: Tensor
+    memory: Tensor | None
     query_map: FeatureMap | None = None
     key_map: FeatureMap | None = None
     policy: Policy = PYTORCH
@@ -29,6 +29,12 @@ class DeltaCall(NamedTuple):
     def is_step(self) -> bool:
         """Whether this is one token of each row, as in decoding."""
         return self.key.shape[2] == 1
+
+    def before(self, key: Tensor) -> Tensor:
+        """Return the state before the first key, for keys with such features [B, Hkv, N, F]."""
+        if self.memory is not None:
+            return self.memory
+        return self.value.new_zeros(*key.shape[:2], key.shape[3], self.value.shape[3])
 
     @property
     def grouped_query(self) -> Tensor:

@@ -2,8 +2,9 @@
 
 Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk, from the heads to the
 output and back: the backward pass keeps the heads, the output, a number per query and the state before every `SEGMENT`
-tokens, and makes features again. Of maps it does not know the C gets the features (`SUMS`), and what these are made of
-is known to autograd. One token is what decoding reads all the time: a step of its own.
+tokens of a sequence but the first ones, and makes features again. Of maps it does not know the C gets the features
+(`SUMS`), and what these are made of is known to autograd. One token is what decoding reads all the time: a step of its
+own.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _mapped_forward(
     if keep:  # differences to the output are gradients, for which half precision has too few digits
         output = empty_output(query, value, exact=True)
         if not how.bidirectional:
-            checkpoints = make_checkpoints(query, how.num_features, value.shape[-1], how.places)
+            checkpoints = make_checkpoints(query, how.num_features, value.shape[-1])
     states = len(how.places) if how.bidirectional and how.places is not None else len(key)
     kv = value.new_empty(states, key.shape[1], how.num_features, value.shape[-1] + 1, dtype=torch.float32)
     rest = (*how.maps, how.bidirectional, how.places, checkpoints)
@@ -392,7 +393,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
         *SEQUENCES,
-        *((name, ctypes.c_void_p) for name in (*STATES, "checkpoints")),
+        *((name, ctypes.c_void_p) for name in (*STATES, "kept_states")),
         *((name, ctypes.c_int64) for name in SIZES),
         ("query_map", MapOperands),
         ("key_map", MapOperands),
@@ -435,7 +436,7 @@ def describe(
         quadratic=quadratic,
         offset=offset,
         least_weight=LEAST_WEIGHT[torch.float32],
-        checkpoints=None if checkpoints is None else checkpoints.data_ptr(),
+        kept_states=None if checkpoints is None else checkpoints.data_ptr(),
         packed=None if packed is None else packed.data_ptr(),
         sequences=0 if packed is None else len(packed),
     )
@@ -467,23 +468,23 @@ def sizes_of(
     columns = features // 2 if activation == PAIR else features
     rows, length = library.size_of(query, 0), library.size_of(query, 3)
     sequences = rows if packed is None else library.size_of(packed, 0)
-    places = rows * -(-length // SEGMENT) + sequences
     keys, values = (-(-size // COLUMNS) * COLUMNS for size in (features, width - normalise))
     sizes = [("K", columns * 2 if activation == PAIR else features), ("W", width), ("M", columns)]
-    sizes += [("P", -(-columns // COLUMNS) * COLUMNS), ("X", places), ("Y", keys * (values + 1) + 1), ("B", rows)]
-    sizes.append(("S", sequences if bidirectional else rows))
+    sizes += [("P", -(-columns // COLUMNS) * COLUMNS), ("X", rows * places_of(length)), ("Y", keys * (values + 1) + 1)]
+    sizes += [("B", rows), ("S", sequences if bidirectional else rows)]
     return sizes if operands["query_weight"] is not None else [*sizes, ("D", columns)]
 
 
-def make_checkpoints(query: Tensor, num_features: int, value_size: int, packed: Tensor | None) -> Tensor:
-    """Return memory for the states before every `SEGMENT` tokens of each sequence, where a backward pass goes on.
+def places_of(length: int) -> int:
+    """Return how many checkpoints a row has, whatever sequences lie in it: none before the first tokens of one."""
+    return max(length - 1, 0) // SEGMENT
 
-    query: [B, Hkv, G, N, D]. packed: places of the sequences, None for one in every row.
-    """
+
+def make_checkpoints(query: Tensor, num_features: int, value_size: int) -> Tensor:
+    """Return memory for the states where a backward pass goes on; query: [B, Hkv, G, N, D]."""
     batch, heads, _, length, _ = query.shape
-    places = batch * -(-length // SEGMENT) + (batch if packed is None else len(packed))
     keys, values = (-(-size // COLUMNS) * COLUMNS for size in (num_features, value_size))
-    return query.new_empty(places, heads, keys * (values + 1) + 1, dtype=torch.float32)
+    return query.new_empty(batch * places_of(length), heads, keys * (values + 1) + 1, dtype=torch.float32)
 
 
 @operation("sums", "factor", "top", "state_after", "log_max_after", "checkpoints")

@@ -110,9 +110,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "delta_rule": forms(**DELTA, **DELTA_STEP, checkpoints="wide> dense X B H D V"),
     "delta_rule_step": forms(**DELTA, **DELTA_STEP),
     "delta_rule_backward": forms(
-        **DELTA, checkpoints="wide dense X B H D V", d_out="any rows B H G N V", d_query="any> rows B H G N D",
-        d_key="any> rows B H N D", d_value="any> rows B H N V", d_beta="wide> spread B H N",
-        d_log_gate="wide> spread B H N", d_state="wide dense B H D V", d_before="wide> dense B H D V",
+        **DELTA, state=DELTA_STEP["state"], checkpoints="wide dense X B H D V", d_out="any rows B H G N V",
+        d_query="any> rows B H G N D", d_key="any> rows B H N D", d_value="any> rows B H N V",
+        d_beta="wide> spread B H N", d_log_gate="wide> spread B H N", d_state="wide dense B H D V",
+        d_before="wide> dense B H D V",
     ),
     "hard_keys": forms(
         **HEADS, **MAPS, out="any> rows B H G N V", start="int64 dense B", end="int64 dense B",
@@ -137,7 +138,7 @@ OPTIONAL = frozenset((
     "d_gate", "log_gate", "d_log_gate", "ring_key", "ring_value", "hard_key", "hard_value", "hard_position", "sink",
     "rate", "query_features", "key_features", "key_beta", "key_gate",
 ))  # fmt: skip
-NEEDED = {"causal_step": {"state", "log_max"}}
+NEEDED = {"causal_step": {"state", "log_max"}, "delta_rule_step": {"state"}}
 ABSENT = {"causal_step": {"factor", "top"}}  # what may be so there
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,3 +40,16 @@ def make_mask(length: int) -> Tensor:
     mask = torch.ones(3, length, dtype=torch.bool)
     mask[0, : length // 7], mask[1, length * 3 // 5 :], mask[2, 1:] = False, False, False
     return mask
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[dict[int, int]]:
+    """A context that fills a dict with what is kept for a backward pass: bytes of storages by their places."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield kept

@@ -18,19 +18,20 @@ from hf_linattn.ops.delta_rule import cpu, cpu_kernels
 from hf_linattn.ops.delta_rule.interface import gated_delta_rule
 from hf_linattn.ops.dispatch import Policy, recording
 from hf_linattn.testing.counters import flops_of
+from tests.ops.native.cases import kept_for_backward
 
 AUTO = Policy("auto")
 
 
 class Problem(NamedTuple):
-    """What the delta rule is called with; log_gate may be None."""
+    """What the delta rule is called with; log_gate and memory may be None."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     beta: Tensor
     log_gate: Tensor | None
-    memory: Tensor
+    memory: Tensor | None
 
     def to(self, dtype: torch.dtype) -> Problem:
         """The same in another dtype, with gradients."""
@@ -158,6 +159,34 @@ def test_no_tokens_leave_the_state_and_its_gradient():
     (gradient,) = torch.autograd.grad((memory * 3).sum() + output.sum(), problem.memory)
     assert output.shape == (2, 4, 0, 20) and torch.equal(memory, problem.memory)
     assert torch.equal(gradient, torch.full_like(gradient, 3))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("length", [1, 75])
+def test_no_state_before_is_one_of_zeros(length, backend):
+    """In outputs, states and gradients; of a single token without gradients, too."""
+    problem = make((2, 4, 2, length, 24, 20), True, False)
+    problem = problem._replace(memory=torch.zeros_like(problem.memory)).to(torch.float32)
+    outcomes = []
+    for memory in (problem.memory, None):
+        given = *problem[:5], memory
+        output, state = gated_delta_rule(*given, policy=Policy(backend, True))
+        gradients = torch.autograd.grad(output.sin().sum() + state.sin().sum(), problem[:5])
+        with torch.no_grad():
+            outcomes.append([output, state, *gradients, *gated_delta_rule(*given, policy=Policy(backend))])
+    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("length", [cpu_kernels.SEGMENT, cpu_kernels.SEGMENT + 1])
+def test_training_keeps_no_state_before_the_first_token(length, continued):
+    """Unless one was given."""
+    problem = make((2, 2, 2, length, 16, 8), True, False).to(torch.float32)
+    problem = problem if continued else problem._replace(memory=None)
+    with kept_for_backward() as kept:
+        gated_delta_rule(*problem, policy=AUTO)
+    states = 2 * 2 * (length // (cpu_kernels.SEGMENT + 1)) * 16 * 8
+    assert sum(kept.values()) == sum(x.nbytes for x in problem.tensors) + 4 * states
 
 
 def test_a_second_derivative_is_refused():

@@ -44,7 +44,7 @@ def results_of(mechanism, heads, backend: str, mask=None):
     """Outputs, the gradients of all heads, and what is kept."""
     dtype = heads[0].dtype
     mechanism.to(torch.promote_types(dtype, torch.float32)).backend = backend
-    given, real = [x.clone().requires_grad_() for x in heads], 1 if mask is None else mask[:, None, :, None]
+    given, real = [x.detach().requires_grad_() for x in heads], 1 if mask is None else mask[:, None, :, None]
     output, state = mechanism(*given, mask)
     assert output.dtype == dtype
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).bfloat16()

@@ -71,6 +71,19 @@ def test_outputs_states_and_choices(variant, products, linear, sizes, error, sha
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shared", ["heads", "rows"])
+def test_heads_with_the_same_keys_have_values_of_their_own(variant, products, shared):
+    """Of the call, the ring and the sinks, where keys are expanded and values are not."""
+    query, key, value = make_heads(2, LENGTH)
+    heads = [query, (key[:, :1] if shared == "heads" else key[:1]).expand_as(key), value]
+    mechanism = make_hard("performer")
+    got, _ = read(mechanism, heads, [70, LENGTH], "cpu")
+    mechanism.double().backend = "torch"
+    want, _ = read(mechanism, [x.double() for x in heads], [70, LENGTH], "torch")
+    assert_close(got.double(), want, 5e-5)
+
+
+@torch.no_grad()
 @pytest.mark.covering(2)
 @EACH_MAP
 @EACH_SIZE

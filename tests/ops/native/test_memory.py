@@ -1,4 +1,4 @@
-"""Memory of large outputs is taken up again when nobody uses it any more, and never before."""
+"""Memory of large outputs is taken up again when nobody uses it any more, and never before; what training keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_linattn.evaluation import memory as evaluation_memory
 from hf_linattn.evaluation.memory import LiveBytes
+from hf_linattn.ops.linear.cpu import SEGMENT
 from hf_linattn.ops.runtime import cpu as library
+from tests.ops.native.cases import HEADS, KV_HEADS, kept_for_backward, make_heads, make_mechanism
 
 SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
 
@@ -135,3 +137,16 @@ def test_what_another_process_may_read_is_never_taken_up_again(kept):
     place = output.data_ptr()
     del output
     assert make_output().data_ptr() != place and len(kept.storages) == 1
+
+
+@pytest.mark.parametrize("size", [None, 1, 16])
+@pytest.mark.parametrize("length", [SEGMENT, SEGMENT + 1])
+def test_training_keeps_states_for_tokens_and_not_for_sequences(length, size):
+    """None before the first tokens of a sequence, where it would be zero."""
+    ids = None if size is None else (torch.arange(length) // size).expand(2, -1)
+    heads = [x.requires_grad_() for x in make_heads(2, length)]
+    with kept_for_backward() as kept:
+        output, state = make_mechanism("linear", True).train()(*heads, None, ids)
+    numbers = 2 * HEADS * length  # of the factor and of the largest exponent of each query
+    states = 2 * KV_HEADS * (length // (SEGMENT + 1)) * (32 * 33 + 1)  # of 24 rows and 20 columns, padded
+    assert sum(kept.values()) == sum(x.nbytes for x in (*heads, output, *state)) + 4 * (2 * numbers + states)

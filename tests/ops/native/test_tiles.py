@@ -48,6 +48,16 @@ def test_they_are_as_exact(variant, monkeypatch, name, causal, dim):
         assert all(x < 2 * y + 1e-8 for x, y in zip(errors[way], errors["by vectors"], strict=True))
 
 
+@pytest.mark.parametrize("shared", ["heads", "rows"])
+@pytest.mark.parametrize("name", ["local", "streaming"])
+def test_heads_with_the_same_keys_have_values_of_their_own(variant, monkeypatch, name, shared):
+    """Forward and back, where keys are expanded and values are not: no tiles of one head are taken for another's."""
+    query, key, value = make_heads(2, LENGTH)
+    key = (key[:, :1] if shared == "heads" else key[:1]).expand_as(key)
+    errors = errors_of(monkeypatch, make_mechanism(name, True, window_size=64), [query, key, value])
+    assert all(max(found) < 2e-6 for found in errors.values()), errors
+
+
 def test_numbers_of_all_magnitudes(variant, monkeypatch):
     """Every column of the values has its own: none is rounded to the precision of a larger one beside it."""
     monkeypatch.setattr(cases, "VALUE_DIM", 64)
