@@ -2,7 +2,8 @@
 
 A policy is an order of backends, see `ops.dispatch`, where the choice is made for every call. `auto` takes all tokens
 in one call, by the C of `csrc` where that can do it, on some GPUs by Triton; `torch` takes PyTorch's operations alone,
-`triton` Triton wherever there are kernels, `compile` programs that torch.compile makes of slabs of tokens.
+`triton` Triton wherever there are kernels, `compile` programs that torch.compile makes of slabs of tokens. A model
+that torch.compile compiles as a whole takes PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def set_backend(model: nn.Module, backend: str) -> None:
     get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for older ones `pip install
     nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's
     interpreter, `TRITON_INTERPRET=1`, which is for tests.
+
+    What `torch.compile` or `torch.export` records is made of PyTorch's operations, whatever was chosen. With
+    `"triton"` a warning says so, once.
 
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
     are patched with, in place of `"auto"`: to see whether an error comes from the C.
