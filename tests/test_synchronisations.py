@@ -103,7 +103,7 @@ def test_prefill_and_steps_need_no_number(plan, kind, monkeypatch):
 
 
 class LengthLooks(TorchFunctionMode):
-    """Counts what looks at one of so many lengths."""
+    """Counts what looks at one of the lengths [B] of rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
