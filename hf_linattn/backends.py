@@ -2,7 +2,8 @@
 
 A policy is an order of backends, see `ops.dispatch`, where the choice is made for every call. `auto` takes all tokens
 in one call, by the C of `csrc` where that can do it, on some GPUs by Triton; `torch` takes PyTorch's operations alone,
-`triton` Triton wherever there are kernels, `compile` programs that torch.compile makes of slabs of tokens.
+`triton` Triton wherever there are kernels, `compile` programs that torch.compile makes of slabs of tokens. A model
+that torch.compile compiles as a whole takes PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ def set_backend(model: nn.Module, backend: str) -> None:
     C. Every batch size has a program of its own, of which torch.compile makes eight. Padded or packed rows, shorter
     inputs, decoding and bidirectional layers take the same way as with `"auto"`, and so do layers that keep softmax.
 
-    `"triton"` is for GPUs. `linear` with all its feature maps, and what is built on it, has its sums over keys made by
-    Triton, forward and back, causal and both ways; features too, where the map is an activation of one product, and a
-    step of decoding, as of `hybrid` over these maps. The block-sparse mechanisms, causal `linformer` and the window of
-    `hybrid` have their softmax made by it, forward and back, unless the pattern itself needs gradients; nothing is
-    copied together first. Half precision is read as it is. In PyTorch's default `float32_matmul_precision` a product
-    of float32 is made of three of TF32. What else continues a state, and bidirectional layers of `linformer`, take
-    PyTorch's operations. On Hopper the kernels use products of warp groups if the `ptxas` that Triton calls is that of
-    CUDA 13.3 or later, as older ones get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for
-    older ones `pip install nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU
-    it runs in Triton's interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    `"triton"` is for GPUs that PyTorch calls `"cuda"`, of NVIDIA and AMD; on others it is `"torch"`. `linear` with all
+    its feature maps, and what is built on it, has its sums over keys made by Triton, forward and back, causal and both
+    ways; features too, where the map is an activation of one product, and a step of decoding, as of `hybrid` over
+    these maps. The block-sparse mechanisms, causal `linformer` and the window of `hybrid` have their softmax made by
+    it, forward and back, unless the pattern itself needs gradients; nothing is copied together first. Half precision
+    is read as it is. In PyTorch's default `float32_matmul_precision` a product of float32 is made of three of TF32.
+    What else continues a state, and bidirectional layers of `linformer`, take PyTorch's operations. On Hopper the
+    kernels use products of warp groups if the `ptxas` that Triton calls is that of CUDA 13.3 or later, as older ones
+    get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for older ones `pip install
+    nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's
+    interpreter, `TRITON_INTERPRET=1`, which is for tests.
+
+    What `torch.compile` or `torch.export` records is made of PyTorch's operations, whatever was chosen. With
+    `"triton"` a warning says so, once.
 
     The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
     are patched with, in place of `"auto"`: to see whether an error comes from the C.

@@ -89,7 +89,8 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
     """Run a patched model once, and return which backend each of its attention layers takes and why no faster one.
 
     Every layer is asked what it is asked in a forward of these inputs: without gradients, with them in training, and
-    for one more token (its last one again). What is shown is what was chosen then; nothing of the model changes.
+    for one more token (its last one again). What is shown is what was chosen then; nothing of the model changes. A
+    model compiled by `torch.compile` takes PyTorch's operations in place of all that.
 
     Args:
         inputs: what the model is called with, a dict or token ids [B, N]; labels are left out.

@@ -13,6 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import render
@@ -142,6 +144,25 @@ def generate(model: PreTrainedModel, ids: Tensor, new_tokens: int = 5, **options
 @torch.no_grad()
 def logits_of(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
     return model(input_ids=ids, **options).logits
+
+
+class OnCpu(Tensor):
+    """What was taken to the CPU, and what came of it there."""
+
+
+class WithoutFloat64(TorchFunctionMode):
+    """A device that has no float64, as Apple's GPUs: a `TypeError` where a tensor of it is made but on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        if function is Tensor.cpu:
+            return result.as_subclass(OnCpu)
+        if function is Tensor.to and result.dtype != torch.float64:
+            return result.as_subclass(Tensor)  # which may be taken back
+        made = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in tree_leaves(result))
+        if made and not any(isinstance(x, OnCpu) for x in tree_leaves((args, kwargs))):
+            raise TypeError(f"{function.__name__} makes float64 on a device that has none")
+        return result
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:

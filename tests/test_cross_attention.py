@@ -40,7 +40,7 @@ from hf_linattn.cli import app
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, HfLinattnError, OptionError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
-from hf_linattn.ops.window.cross_attention import EncoderTokens, moving_window_attention
+from hf_linattn.ops.window.cross_attention import EncoderTokens, moving_window_attention, window_centre
 from hf_linattn.testing.models import random_tokens, source_of, tiny_model
 
 ACROSS = [name for name in list_mechanisms() if "cross" in MECHANISMS.get(name).modes and name != "softmax"]
@@ -247,6 +247,14 @@ def test_a_moving_window_read_key_by_key():
                 weights = (key[b, h // 2, seen] @ query[b, h, i] * 0.4).softmax(0)
                 assert torch.allclose(got[b, h, i], weights @ value[b, h // 2, seen], rtol=0, atol=1e-12), (b, h, i)
     assert not got[2].any()
+
+
+@pytest.mark.parametrize(("rate", "parts"), [(0.29, 29), (1.07, 107), (999.99, 99999)])
+def test_a_window_moves_on_by_whole_tokens_as_the_rate_is_written(rate, parts):
+    """0.29 of 100 tokens are 29, where a product of floats is less, and far behind the whole numbers of float32."""
+    position = torch.tensor([0, 1, 99, 100, 101, 10**9 - 1, 10**9])
+    centre = window_centre(position, torch.tensor([2**62]), rate)
+    assert centre.tolist() == [x * parts // 100 for x in position.tolist()]
 
 
 def test_calibration_brings_cross_attention_nearer_to_softmax():

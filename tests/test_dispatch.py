@@ -148,6 +148,19 @@ def test_only_pytorchs_operations_run_where_they_are_watched(alone):
     assert decisions == [Decision("sum", "torch", {"cpu": dispatch.WATCHED})]
 
 
+def test_a_compiled_model_says_once_that_it_has_no_kernels_of_triton(caplog):
+    """In one program without a break, which does not say it again."""
+    dispatch._tell_watched.cache_clear()
+    torch.compiler.reset()
+    model, ids = patch_model(make_model("llama", num_hidden_layers=1), "linear").eval(), make_tokens(2, 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for backend, times in (("auto", 0), ("triton", 1), ("triton", 1)):
+        set_backend(model, backend)
+        with torch.no_grad():
+            compiled(ids, use_cache=False)
+        assert caplog.text.count("set_backend(model, 'triton') has no effect") == times
+
+
 @pytest.mark.parametrize(
     ("backends", "policy", "words"),
     [

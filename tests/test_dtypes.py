@@ -1,17 +1,23 @@
-"""A processor without instructions for a model's dtype: the library computes in float32 there, and gives it back."""
+"""A processor without instructions for a model's dtype: the library computes in float32 there, and gives it back.
+
+A device without float64 gets none.
+"""
 
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
-from hf_linattn import calibrate, choose_plan, patch_model
+from hf_linattn import OptionError, calibrate, choose_plan, list_mechanisms, patch_model, set_backend
 from hf_linattn.cli.common import read_model
 from hf_linattn.dtypes import in_fast_dtype, is_fast
-from tests.helpers import make_tokens
+from hf_linattn.mechanisms import MECHANISMS
+from hf_linattn.testing.models import random_tokens, tiny_model
+from tests.helpers import WithoutFloat64, make_tokens
 from tests.models import make_model
 from tests.plan_search.retriever import WINDOW, make_prompts, make_retriever
 
@@ -93,3 +99,32 @@ def test_a_command_reads_a_model_in_a_fast_dtype_unless_one_is_named(tmp_path, h
     found = torch.bfloat16 if has_instructions else torch.float32
     assert read_model("model", str(tmp_path), None).dtype == found
     assert (SAID in caplog.text) is not has_instructions
+
+
+MEASURED = [(name, {"decay": "measured"}) for name in ("hedgehog", "linear", "performer")]
+ACROSS = [name for name in list_mechanisms() if "cross" in MECHANISMS.get(name).modes]
+
+
+@pytest.mark.parametrize(("mechanism", "options"), [*((name, {}) for name in list_mechanisms()), *MEASURED])
+def test_no_mechanism_needs_float64(mechanism, options):
+    modes = MECHANISMS.get(mechanism).modes
+    for name, mode in (("llama", "causal"), ("bert", "bidirectional")):
+        if mode not in modes:
+            continue
+        model = patch_model(make_model(name, num_hidden_layers=1), mechanism, **options)
+        set_backend(model, "torch")
+        with WithoutFloat64():
+            with suppress(OptionError):  # nothing to fit
+                calibrate(model, [{"input_ids": make_tokens(2, 12)}], steps=1)
+            with torch.no_grad():
+                cache = model(make_tokens(2, 12)).get("past_key_values")
+                if cache is not None:
+                    model(make_tokens(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("mechanism", ACROSS)
+def test_no_cross_attention_needs_float64(mechanism):
+    model = patch_model(tiny_model("bart", False, torch.float32), "softmax", cross_attention=mechanism)
+    set_backend(model, "torch")
+    with WithoutFloat64():
+        model.generate(random_tokens(2, 12), max_new_tokens=2)

@@ -15,9 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from hf_linattn import set_backend
+from hf_linattn import patch_model, set_backend
 from hf_linattn import transformers_bridge as bridge
 from hf_linattn.ops.block_softmax import patterns
+from hf_linattn.ops.dispatch import recording
+from tests.helpers import make_tokens
+from tests.models import make_model
 from tests.test_static_cache import PADDED, each_plan, make_planned
 
 BY_PYTHON = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -97,3 +100,30 @@ def test_prefill_and_steps_need_no_number(plan, kind, monkeypatch):
         mask = torch.ones(2, 12, dtype=torch.long, device="meta")
         logits = model(mask[:, :1], attention_mask=mask, past_key_values=cache).logits
         assert logits.shape == (2, 1, 96) and logits.device.type == "meta"
+
+
+class LengthLooks(TorchFunctionMode):
+    """Counts what looks at one of the lengths [B] of rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.count = rows, 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        looks = name == "tolist" or (name == "__getitem__" and isinstance(args[1], int))
+        self.count += looks and args[0].shape == (self.rows,)
+        return function(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def test_kernels_look_once_in_a_layer_at_what_was_read():
+    """Where windows are read by pieces: how much came before decides what is launched."""
+    model = patch_model(make_model("llama"), "local", window_size=8, block_size=4)
+    set_backend(model, "triton")
+    cache, looks = DynamicCache(config=model.config), LengthLooks(rows=3)
+    model(make_tokens(3, 9), past_key_values=cache)
+    with looks, recording() as decisions:
+        model(make_tokens(3, 14), past_key_values=cache)
+    assert [x.backend for x in decisions] == ["triton"] * model.config.num_hidden_layers
+    assert looks.count == model.config.num_hidden_layers

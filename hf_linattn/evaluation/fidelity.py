@@ -149,7 +149,7 @@ def _far_shares(mechanism: Mechanism, pairs: Pairs) -> Iterator[Tensor]:
         if sink is not None:
             total = torch.logaddexp(total, sink[:, None, None])
         far = ((scores - total).exp() * ~mechanism.is_exact(pairs)).sum(-1)
-        yield far.double().flatten()
+        yield far.flatten().cpu().double()
 
 
 @contextmanager

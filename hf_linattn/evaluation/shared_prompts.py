@@ -88,7 +88,7 @@ class SharedPrompts(HFLM):
         read = torch.cat([ids[:, -1:], targets[:, :-1]], 1)
         mask = torch.cat([here, real[:, :-1]], 1)
         logits = self._read(read, mask, cache).float().log_softmax(-1)
-        likelihoods = logits.gather(-1, targets[..., None])[..., 0].double().masked_fill(~real, 0.0)
+        likelihoods = logits.gather(-1, targets[..., None])[..., 0].masked_fill(~real, 0.0).cpu().double()
         likeliest = (logits.argmax(-1) == targets) | ~real
         return list(zip(likelihoods.sum(1).tolist(), likeliest.all(1).tolist(), strict=True))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.numerics import bounded
+from ..ops.common.precision import wide
 from ..ops.linear.attention_distance import mean_attention_distance
 
 LN_2 = math.log(2)
@@ -61,6 +62,6 @@ def matching_gain(mechanism: Any, heads: tuple[Tensor, Tensor, Tensor], mask: Te
     own = mechanism(*heads, mask, return_state=False, **options)[0]
     wanted = softmax_attention(*heads, scaling=layer.scaling, causal=layer.causal, key_padding_mask=mask)
     real = 1 if mask is None else mask[:, None, :, None]
-    sizes = [(x.double() * real).square().sum((0, 2, 3)) for x in (wanted, own)]
+    sizes = [(wide(x) * real).square().sum((0, 2, 3)) for x in (wanted, own)]
     gain = (sizes[0] / sizes[1]).sqrt()
     return torch.where(gain.isfinite() & (gain > 0), gain, 1.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ import torch
 from ..config import require
 from ..errors import OptionError
 from .common.tracing import is_watched
+
+logger = logging.getLogger(__name__)
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "auto": ("triton", "cpu", "torch"),
@@ -107,6 +110,8 @@ class Operation:
         """
         passed_over: dict[str, str] = {}
         watched = is_watched()
+        if watched and call.policy.name == "triton":
+            tell_watched()
         for name in self.order(call):
             reason = WATCHED if watched and name != "torch" else absent(name, call)
             if reason is None:
@@ -148,6 +153,21 @@ OPERATIONS: dict[str, Operation] = {}  # name -> those whose `interface` was imp
 def describe(call: Any) -> str:
     """Return the size and kind of a call's queries, for messages."""
     return f"queries {list(call.query.shape)} of {str(call.query.dtype).removeprefix('torch.')} on {call.query.device}"
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it records, and puts nothing into the program
+def tell_watched() -> None:
+    """Say that there will be no kernels of Triton, which were asked for."""
+    _tell_watched()
+
+
+@functools.cache
+def _tell_watched() -> None:
+    """Once in a process."""
+    logger.warning(
+        "set_backend(model, 'triton') has no effect here: %s; call the model without torch.compile, and without a"
+        " static cache on a GPU, for Triton's kernels", WATCHED,
+    )  # fmt: skip
 
 
 def absent(backend: str, call: Any) -> str | None:

@@ -149,7 +149,7 @@ class SequenceClassification(Task):
             for batch in tqdm(batches, desc="classification", unit="batch"):
                 inputs = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
                 logits = model(**inputs).logits if windows is None else windows.pooled_logits(model, inputs)
-                found.append(logits.double().cpu())
+                found.append(logits.cpu().double())
         logits = torch.cat(found)
         require_finite("logits", logits[~logits.isfinite()].tolist())
         return logits, rows["labels"][:]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hf_linattn import extend_positions, patch_model
-from tests.helpers import make_tokenizer
+from hf_linattn.training.classification import SequenceClassification
+from tests.helpers import WithoutFloat64, make_tokenizer
 from tests.models import make_model
 from tests.test_cli import answer, refuse
 
@@ -44,8 +45,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_classifier_is_scored_on_the_rows_of_its_files(folder):
+def test_a_classifier_is_scored_on_the_rows_of_its_files(folder, monkeypatch):
     files = folder / "one.jsonl", folder / "two.jsonl"
+    judge = SequenceClassification.judge
+
+    def judge_there(*given):
+        with WithoutFloat64():
+            return judge(*given)
+
+    monkeypatch.setattr(SequenceClassification, "judge", judge_there)
     found = json.loads(answer("eval", folder / "converted", *files, "--json"))
     model, tokenizer, right = patch_model(extend_positions(make_model(
         "bert", "ForSequenceClassification", std=0.6, max_position_embeddings=8, **KNOWN

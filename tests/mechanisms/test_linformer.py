@@ -270,6 +270,14 @@ def test_state_has_constant_size_per_key_value_head():
     assert sizes == [2 * 2 * (2 * (5 * 18 + 4 * 16) * 4 + 8)] * 2
 
 
+def test_rows_have_the_segment_sizes_of_one_row():
+    """Powers of two and their neighbours, also beyond the whole numbers of float32."""
+    lengths = [0, *(max(2**power + more, 0) for power in (0, 3, 7, 24, 40, 60) for more in (-1, 0, 1))]
+    for num_slots in (1, 7, 64):
+        sizes = by_slots._segment_sizes(torch.tensor(lengths), num_slots)
+        assert sizes.tolist() == [segment_size(length, num_slots) for length in lengths]
+
+
 def test_segment_size_is_the_smallest_power_of_two_that_fits():
     for num_slots, tokens in itertools.product((1, 3, 7, 256), range(0, 1000, 7)):
         size = segment_size(tokens, num_slots)

@@ -23,10 +23,13 @@ def first_in_place(call: BlockSoftmaxCall, state: KeptKeys) -> int:
     return first_of_block(state.length, call.query.shape[2], call.pattern.block_size)
 
 
-def attend_after(blocks: BlockSoftmax, call: BlockSoftmaxCall, state: KeptKeys) -> tuple[Tensor, KeptKeys]:
-    """Put the blocks that are still seen before the new ones, in order, and read these where they then are."""
+def attend_after(blocks: BlockSoftmax, call: BlockSoftmaxCall, state: KeptKeys, start: int) -> tuple[Tensor, KeptKeys]:
+    """Put the blocks that are still seen before the new ones, in order, and read these where they then are.
+
+    start: tokens that all rows have read, `state.length`.
+    """
     query, key, value, pattern = call[:4]
-    size, start = pattern.block_size, int(state.length[0])
+    size = pattern.block_size
     begun, end = start // size, start + query.shape[2]
     parts = [_after(part, begun) for part in make_parts(query, key, pattern, size, end, True) if _end(part) > begun]
     named = [part.table.flatten() for part in parts] + [torch.arange(-(-pattern.num_global // size)).to(query.device)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..common.padding import read_in_turn
+from ..common.padding import lengths_of, read_in_turn
 from .autograd import BlockSoftmax
 from .decode import attend_after, first_in_place
 from .patterns import attend_in_place
@@ -37,10 +37,11 @@ def attend(blocks: BlockSoftmax, call: BlockSoftmaxCall) -> tuple[Tensor, KeptKe
         return call._replace(query=query, key=key, value=value)
 
     first = first_in_place(call, call.state)
+    start = lengths_of(call.state.length)[0] + first
     return read_in_turn(
         call[:3],
         call.state,
         first,
         lambda *heads: attend_block_by_block(part(*heads[:3]), heads[3]),
-        lambda *heads: attend_after(blocks, part(*heads[:3]), heads[3]),
+        lambda *heads: attend_after(blocks, part(*heads[:3]), heads[3], start),
     )

@@ -47,12 +47,12 @@ def block_softmax_triton(
     shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
     query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
     sizes = sizes_for(query, value)
-    grid = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    grid = (batch * heads * groups * len(table) * -(-block_size // sizes["ROWS"]),)
     launch(
         attend_blocks, grid, query,
         query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
         *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
-        heads * groups, groups, length, first, block_size, *table.shape[1:], shared_key.shape[2], *columns, begun,
+        heads * groups, groups, length, first, block_size, *table.shape, shared_key.shape[2], *columns, begun,
         before_log.shape[3], scaling, **sizes, CAUSAL=causal, BEGINS=begins, BIASED=bias is not None,
     )  # fmt: skip
 
@@ -77,19 +77,19 @@ def block_softmax_backward_triton(
     shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
     query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
     sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
-    grid: tuple[int, ...] = (batch * heads * groups, len(table) * -(-block_size // sizes["ROWS"]))
+    grid: tuple[int, ...] = (batch * heads * groups * len(table) * -(-block_size // sizes["ROWS"]),)
     launch(
         reverse_queries, grid, query,
         query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
         *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
-        heads * groups, groups, length, first, block_size, *table.shape[1:], shared, *columns, scaling,
+        heads * groups, groups, length, first, block_size, *table.shape, shared, *columns, scaling,
         **sizes, CAUSAL=causal, BIASED=biased,
     )  # fmt: skip
 
     def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, offset: int, causal):
         met_by, met_from = meetings
         parts, number = d_key.shape[0], met_from.shape[1] - 1
-        grid = (batch * heads, number * -(-size // sizes["COLUMNS"]), parts)
+        grid = (batch * heads * number * -(-size // sizes["COLUMNS"]), parts)
         launch(
             reverse_keys, grid, query,
             query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),

@@ -24,12 +24,21 @@ def load_tile(rows, token_stride, place, inside, columns, SIZE: tl.constexpr):
 
 
 @triton.jit
-def find_rows(heads, length, first, block_size, ROWS: tl.constexpr):
-    """The queries of a program: batch, head, number of both, block, places in it and in the sequence [ROWS]."""
-    number = tl.program_id(0).to(tl.int64)
+def find_part(blocks, block_size, ROWS: tl.constexpr):
+    """The number of batch and head of a program, its block of all `blocks`, and the places in it [ROWS].
+
+    One dimension of the grid has all of them: the others end at 65,535, which blocks in a long row are more than.
+    """
     parts = tl.cdiv(block_size, ROWS)
-    block = tl.program_id(1) // parts
-    row = tl.program_id(1) % parts * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) % (blocks * parts)
+    number = (tl.program_id(0) // (blocks * parts)).to(tl.int64)
+    return number, part // parts, part % parts * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def find_rows(heads, length, first, blocks, block_size, ROWS: tl.constexpr):
+    """The queries of a program: batch, head, number of both, block, places in it and in the sequence [ROWS]."""
+    number, block, row = find_part(blocks, block_size, ROWS)
     at = (first + block) * block_size + row
     return number // heads, number % heads, number, block, row, at, (row < block_size) & (at < length)
 
@@ -92,8 +101,8 @@ def attend_blocks(
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     out_batch, out_head, out_token, before_batch, before_head, before_token, other_key_batch, other_key_head,
     other_key_token, other_value_batch, other_value_head, other_value_token, bias_batch, bias_block, bias_head,
-    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, offset, columns, begun, old_rows,
-    scaling,
+    bias_row, heads, groups, length, first, block_size, blocks, table_heads, width, shared, offset, columns, begun,
+    old_rows, scaling,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, BEGINS: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +110,7 @@ def attend_blocks(
 
     offset: of the columns that the bias has for keys of blocks; those of keys that stand by themselves are the first.
     """
-    batch, own, number, block, row, at, here = find_rows(heads, length, first, block_size, ROWS)
+    batch, own, number, block, row, at, here = find_rows(heads, length, first, blocks, block_size, ROWS)
     keys, values, anywhere = tl.arange(0, KEYS), tl.arange(0, VALUES), tl.full([ROWS], ANYWHERE, tl.int32)
     rows = load_tile(query + batch * query_batch + own * query_head, query_token, at, here, keys, KEY_SIZE)
     top = tl.full([ROWS], LOWEST / 2, tl.float32)
@@ -167,12 +176,12 @@ def reverse_queries(
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     grad_batch, grad_head, grad_token, d_query_batch, d_query_head, d_query_token, other_key_batch, other_key_head,
     other_key_token, other_value_batch, other_value_head, other_value_token, bias_batch, bias_block, bias_head,
-    bias_row, heads, groups, length, first, block_size, table_heads, width, shared, offset, columns, scaling,
+    bias_row, heads, groups, length, first, block_size, blocks, table_heads, width, shared, offset, columns, scaling,
     KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries that `attend_blocks` had in a program; log in powers of two, weight_grad: [B H, N]."""
-    batch, own, number, block, row, at, here = find_rows(heads, length, first, block_size, ROWS)
+    batch, own, number, block, row, at, here = find_rows(heads, length, first, blocks, block_size, ROWS)
     keys, values, anywhere = tl.arange(0, KEYS), tl.arange(0, VALUES), tl.full([ROWS], ANYWHERE, tl.int32)
     rows, grads, total, of_weight = load_queries(
         query + batch * query_batch + own * query_head, query_token, grad + batch * grad_batch + own * grad_head,
@@ -231,13 +240,11 @@ def reverse_keys(
 
     key_count: how many keys there are, in blocks of `key_size`. met_by [M, 2]: query blocks and the entries of the
     table by which they meet a block of keys; those of block b for a head of the table are numbers met_from[b] to
-    met_from[b + 1] - 1, of which the programs of the grid's last dimension take a part each, in gradients of their
+    met_from[b + 1] - 1, of which the programs of the grid's second dimension take a part each, in gradients of their
     own. offset: of the columns that the bias has for these keys.
     """
-    batch, head = tl.program_id(0).to(tl.int64) // (heads // groups), tl.program_id(0).to(tl.int64) % (heads // groups)
-    parts, part = tl.cdiv(key_size, COLUMNS), tl.program_id(2).to(tl.int64)
-    named = tl.program_id(1) // parts
-    column = tl.program_id(1) % parts * COLUMNS + tl.arange(0, COLUMNS)
+    number, named, column = find_part(num_blocks, key_size, COLUMNS)
+    batch, head, part = number // (heads // groups), number % (heads // groups), tl.program_id(1).to(tl.int64)
     place = named * key_size + column
     there = (column < key_size) & (place < key_count)
     keys, values, anywhere = tl.arange(0, KEYS), tl.arange(0, VALUES), tl.full([ROWS], ANYWHERE, tl.int32)
@@ -248,7 +255,7 @@ def reverse_keys(
         own = head * groups + group
         begin = tl.load(met_from + own % table_heads * (num_blocks + 1) + named)
         end = tl.load(met_from + own % table_heads * (num_blocks + 1) + named + 1)
-        step = tl.cdiv(end - begin, tl.num_programs(2))
+        step = tl.cdiv(end - begin, tl.num_programs(1))
         for meeting in range(begin + part * step, tl.minimum(begin + part * step + step, end)):
             block = tl.load(met_by + 2 * meeting)
             shown = bias + batch * bias_batch + block * bias_block + own * bias_head

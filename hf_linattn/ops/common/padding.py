@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .tracing import once
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -175,13 +177,18 @@ def from_the_left(
     return key, value, lengths
 
 
+def lengths_of(read: Tensor) -> list[int]:
+    """Return how much rows have read [B], which is looked at once, however often it is asked in a forward."""
+    return once(Tensor.tolist, read)
+
+
 def first_of_block(read: Tensor, count: int, size: int) -> int:
     """Return which of `count` tokens begins a block of `size` in all rows, which have read so many before [B].
 
     `count` where there is none, as the rows stand at different places in their blocks, or where less than a block
     would be left.
     """
-    lengths = set(read.tolist()) if count >= size else set()
+    lengths = set(lengths_of(read)) if count >= size else set()
     first = -min(lengths, default=0) % size
     return first if len(lengths) == 1 and first + size <= count else count
 

@@ -65,8 +65,8 @@ def _distances(
     compute = torch.promote_types(key.dtype, torch.float32)  # half precision cannot count to 300
     query, key = query[:rows].to(compute), key[:rows].to(compute)
     steps = torch.arange(length, device=key.device)
-    places = torch.linspace(0, length - 1, min(length, MOST_QUERIES), device=key.device, dtype=torch.float64)
-    chosen = places.long()
+    count = min(length, MOST_QUERIES)
+    chosen = torch.arange(count, device=key.device) * (length - 1) // max(count - 1, 1)
     mask = key.new_ones(rows, length) if key_padding_mask is None else key_padding_mask[:rows]
     real = mask.bool()[:, None]  # [B, 1, N]
     position = real.long().cumsum(-1)

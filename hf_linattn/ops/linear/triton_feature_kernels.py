@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernels import HIDDEN, load_rows
+from .triton_kernels import HIDDEN, find_tile, load_rows
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def write_features(
     log scale to speak of, where MASKED. ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
     digits than heads, beside which a number of it counts as two.
     """
-    sequence = tl.program_id(0).to(tl.int64)
+    sequence, part = find_tile(length, TILES * ROWS)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     x += batch * x_batch + head * x_head + group * x_group
     columns = tl.arange(0, COLUMNS)
@@ -129,11 +129,11 @@ def write_features(
         inputs = tl.arange(0, INPUTS)
         whole, rest = load_weight(weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT)
     for tile in range(TILES):
-        row = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        row = (part * TILES + tile) * ROWS + tl.arange(0, ROWS)
         if WEIGHED:
             result, size = tl.zeros([ROWS, COLUMNS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
-            for part in range(0, INPUT_SIZE, INPUTS):
-                inputs = part + tl.arange(0, INPUTS)
+            for first in range(0, INPUT_SIZE, INPUTS):
+                inputs = first + tl.arange(0, INPUTS)
                 own = load_rows(x, x_token, row, length, inputs, INPUT_SIZE, False)
                 if INPUTS < INPUT_SIZE:
                     whole, rest = load_weight(
@@ -217,10 +217,10 @@ def write_slopes(
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The gradients [length, SIZE] of z, of which features are an activation, by these and their own gradients."""
-    sequence = tl.program_id(0).to(tl.int64)
+    sequence, tile = find_tile(length, ROWS)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     width: tl.constexpr = 2 * SIZE if ACTIVATION == "softmax_pair" else SIZE
-    row, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     features += sequence * length * width
     gradient += batch * gradient_batch + head * gradient_head + group * gradient_group
     own = load_rows(features, width, row, length, columns, SIZE, False).to(tl.float32)

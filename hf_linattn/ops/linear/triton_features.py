@@ -167,7 +167,7 @@ def read(
     sizes: dict[str, Any] = {"TILES": tiles, "ROWS": tile, "INPUTS": inputs, "COLUMNS": columns}
     sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
-        write_features, (batch * heads * groups, -(-length // (tile * tiles))), rows,
+        write_features, (batch * heads * groups * -(-length // (tile * tiles)),), rows,
         rows, *(features if other is None else other for other in (weight, bias, mask)), features,
         features if log_scale is None else log_scale, *rows.stride()[:4], *((0, 0) if mask is None else mask.stride()),
         *((0,) * 4 if weight is None else weight.stride()), *((0,) * 3 if bias is None else bias.stride()),
@@ -187,7 +187,7 @@ def read_back(features: Tensor, gradient: Tensor, activation: str) -> Tensor:
     columns = padded(size)
     slopes, tile = features.new_empty(*heads, length, size), row_tile(columns, SLOPE_NUMBERS)
     launch(
-        write_slopes, (math.prod(heads), -(-length // tile)), features, features, gradient, slopes,
+        write_slopes, (math.prod(heads) * -(-length // tile),), features, features, gradient, slopes,
         *strides(gradient), heads[1], math.prod(heads[2:]), length, SIZE=size, ROWS=tile, COLUMNS=columns,
         ACTIVATION=activation,
     )  # fmt: skip

@@ -28,6 +28,16 @@ HALF = tl.constexpr(32768.0)  # of what float16 holds
 
 
 @triton.jit
+def find_tile(length, TILE: tl.constexpr):
+    """The sequence of a program, of all batches and heads, and the number of its tile of TILE tokens.
+
+    One dimension of the grid has both: the others end at 65,535, which tiles of a long row are more than.
+    """
+    tiles = tl.cdiv(length, TILE)
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+
+
+@triton.jit
 def load_rows(rows, token_stride, place, length, columns, NUM_COLUMNS: tl.constexpr, REVERSE: tl.constexpr):
     """The columns [C] of the tokens at places [R], zero beyond either end."""
     token = (length - 1 - place if REVERSE else place).to(tl.int64)
@@ -348,10 +358,10 @@ def multiply_rows(
 
     What is written is less than nothing by them where NEGATIVE, or than `beside` where BESIDE, too.
     """
-    sequence = tl.program_id(0).to(tl.int64)
+    sequence, tile = find_tile(length, ROWS)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     at = batch * y_batch + head * y_head + group * y_group
-    row, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     own = load_rows(x + batch * x_batch + head * x_head + group * x_group, x_token, row, length, columns, SIZE, False)
     other = load_rows(y + at, y_token, row, length, columns, SIZE, False).to(tl.float32)
     if EXACT:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...errors import OptionError
 from .cpu import KINDS
 
+DEVICES = {"cpu", "cuda"}  # which its operations are registered for: NVIDIA's and AMD's GPUs, and the interpreter
 HOPPER = 90  # the generation as Triton's compiler counts them
 SOUND = (13, 3)  # the CUDA whose `ptxas` is, see `is_large`
 GROUPS = ("DISABLE_MMA_V3", "DISABLE_MMA_V5")  # what Triton's compiler asks for in the environment
@@ -38,7 +39,9 @@ def kinds() -> tuple[torch.dtype, ...]:
 
 
 def no_kernels(*heads: Tensor) -> str | None:
-    """Return why there are no kernels for heads, None if there may be: of one dtype that they multiply."""
+    """Return why there are no kernels for heads, None if there may be: there, and of one dtype that they multiply."""
+    if heads[0].device.type not in DEVICES:
+        return f"heads on {heads[0].device.type!r}"
     if any(x.dtype != heads[0].dtype for x in heads):
         return "heads of several dtypes"
     return None if heads[0].dtype in kinds() else str(heads[0].dtype).removeprefix("torch.")

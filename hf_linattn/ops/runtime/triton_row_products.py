@@ -25,7 +25,7 @@ def row_products(
     columns = padded(size)
     beside = beside if beside is None else beside.to(torch.float32).contiguous()
     launch(
-        multiply_rows, (math.prod(heads), -(-length // ROWS)), x, x, y, y if rest is None else rest,
+        multiply_rows, (math.prod(heads) * -(-length // ROWS),), x, x, y, y if rest is None else rest,
         products if beside is None else beside, products,
         *strides(x), *strides(y), heads[1], math.prod(heads[2:]), length, SIZE=size, ROWS=ROWS,
         COLUMNS=columns, EXACT=rest is not None, NEGATIVE=negative, BESIDE=beside is not None,

@@ -232,4 +232,5 @@ def _write(slots: Summary, block: Summary, done: Tensor, complete: Tensor, num_s
 def _segment_sizes(tokens: Tensor, num_slots: int) -> Tensor:
     """`segment_size` of each row [B]."""
     needed = (-(-tokens // num_slots)).clamp(min=1) - 1
-    return 2 ** torch.frexp(needed.double())[1].to(torch.int64)
+    digits = (needed[:, None] >> torch.arange(63, device=tokens.device) > 0).sum(1)
+    return 1 << digits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from ..common.exact_softmax import masked_attention
 
 BLOCK = 64  # queries whose keys are fetched together, at least
+FINEST = 10**6  # parts of a token in which a window moves on
 
 
 class EncoderTokens(NamedTuple):
@@ -27,8 +29,12 @@ class EncoderTokens(NamedTuple):
 
 
 def window_centre(position: Tensor, length: Tensor, keys_per_query: float) -> Tensor:
-    """Return min(floor(i keys_per_query), n - 1) for queries at `position` [..., Nq] and n = `length` [..., 1]."""
-    centre = (position.double() * keys_per_query).floor().long()
+    """Return min(floor(i keys_per_query), n - 1) for queries at `position` [..., Nq] and n = `length` [..., 1].
+
+    In integers, as float32 is too coarse and some GPUs have no float64: `keys_per_query` is the nearest fraction.
+    """
+    rate = Fraction(keys_per_query).limit_denominator(FINEST)
+    centre = position * rate.numerator // rate.denominator
     return torch.minimum(centre, length - 1).clamp(min=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,18 +27,23 @@ NO_KERNELS = set(
 )
 
 
+def replace_launch(monkeypatch: pytest.MonkeyPatch, launch: Callable[..., None]) -> None:
+    """Have something else done where kernels are launched."""
+    own = launching.launch
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hf_linattn.ops") and vars(module).get("launch") is own:
+            monkeypatch.setattr(module, "launch", launch)
+
+
 @pytest.fixture
 def kernels_of(monkeypatch) -> Callable[..., list[str]]:
     """Return what names the kernels that a function runs, in their order: Triton's, and PyTorch's by operation."""
-    own = launching.launch
 
     def launch(kernel: Any, *_: Any, **__: Any) -> None:
         with record_function(f"triton::{kernel.__name__}"):
             pass
 
-    for name, module in list(sys.modules.items()):
-        if name.startswith("hf_linattn.ops") and vars(module).get("launch") is own:
-            monkeypatch.setattr(module, "launch", launch)
+    replace_launch(monkeypatch, launch)
 
     def find(event: Any) -> list[str]:
         kind, _, name = event.name.partition("::")
@@ -140,3 +146,28 @@ def test_a_decay_costs_a_step_no_more_than_its_bounded_rate(kernels_of):
     _, state = mechanism(*token)
     found = kernels_of(lambda: mechanism(*token, state=state))
     assert found == ["clamp", "exp", "neg", "step_token"]
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        *itertools.product(["performer", "hybrid", "fixed_pattern", "bigbird", "local"], [True, False]),
+        ("linformer", True),
+    ],
+)
+def test_only_the_first_dimension_of_a_grid_grows_with_the_length(name, causal, monkeypatch):
+    """The others end at 65,535: a row of a million tokens has more blocks and tiles."""
+    grids: list[tuple[str, tuple[int, ...]]] = []
+    replace_launch(monkeypatch, lambda kernel, grid, *_, **__: grids.append((kernel.__name__, grid[1:])))
+    mechanism = make_mechanism(name, causal)
+    use_backend(mechanism, "triton")
+
+    def rest_of_grids(length: int) -> set[tuple[str, tuple[int, ...]]]:
+        grids.clear()
+        heads = [x.contiguous().requires_grad_() for x in make_heads(length, True)]
+        mechanism(*heads)[0].sum().backward()
+        with torch.no_grad():
+            mechanism(*heads)
+        return set(grids)
+
+    assert rest_of_grids(700) == rest_of_grids(2100) != set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia import compiler
 
-from hf_linattn.ops.dispatch import Policy, absent, no_triton
+from hf_linattn.backends import use_backend
+from hf_linattn.ops.dispatch import Policy, absent, no_triton, recording
 from hf_linattn.ops.linear.triton import unsupported
 from hf_linattn.ops.linear.types import LinearCall
 from hf_linattn.ops.runtime import triton as launching
 from hf_linattn.ops.runtime.cpu import product_parts
 from tests.ops.feature_maps import elu_map
+from tests.ops.triton.cases import make_mechanism
 
 GPU = torch.device("cuda", 0)
 CACHED = (no_triton, launching.is_large, launching.assembler_version)
@@ -127,6 +130,18 @@ def test_products_on_amd_are_those_that_triton_has_there(monkeypatch, asked):
         assert launching.precision() in HIPOptions.allowed_dot_input_precisions
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", ["performer", "hybrid", "local", "bigbird", "linformer"])
+def test_on_other_devices_pytorch_computes(name, monkeypatch):
+    """Where no operation of Triton's is registered, as on Intel's GPUs; "meta" stands for them and has no numbers."""
+    monkeypatch.setattr(torch, "autocast", lambda *given, **options: nullcontext())  # which knows no such device
+    mechanism = make_mechanism(name, **({"window_size": 8} if name == "hybrid" else {})).to("meta")
+    use_backend(mechanism, "triton")
+    heads = [torch.empty(1, heads, 200, 8, device="meta") for heads in (2, 1, 1)]
+    with recording() as decisions, torch.no_grad():
+        mechanism(*heads)
+    assert decisions and all(x.passed_over == {"triton": "heads on 'meta'"} for x in decisions)
 
 
 @pytest.mark.parametrize(
