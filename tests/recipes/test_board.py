@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from benchmarks.tables.quality import RECIPE_NAME
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, OptionError, UnknownNameError
 from hf_linattn.training import pipeline
-from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, FINETUNING, Arguments, parse_arguments
 from hf_linattn.training.arguments.board import CommandLine, without
 from hf_linattn.training.arguments.model import ModelArguments
 from tests.recipes.test_finetune import ROOT, material
@@ -37,14 +38,23 @@ def _in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)  # files name others from there
 
 
+@cache
+def read_row(model, row) -> Arguments:
+    flags = [f"recipes/models/{model}.yaml", "--row", row, "--use_cpu", "True"]
+    return parse_arguments(flags, KINDS.get(model, DISTILLATION))
+
+
 @pytest.mark.parametrize(("model", "row"), ROWS)
 def test_every_row_is_read_and_its_mechanisms_take_their_options(model, row):
-    flags = [f"recipes/models/{model}.yaml", "--row", row, "--use_cpu", "True"]
-    options, _, _, training, _ = parse_arguments(flags, KINDS.get(model, DISTILLATION))
+    arguments = read_row(model, row)
+    options, _, recipe, training, _ = arguments
     plan = options.plan or {options.mechanism: options.mechanism_options or {}}
     for name, given in plan.items():
         make_config(name, {option: value for option, value in given.items() if option != "layers"})
     assert Path(training.output_dir) == ROOT / "runs" / f"{model.removesuffix('-finetune')}-{row}"
+    if recipe.control_dir:
+        lending = read_row(model, recipe.control_dir.removeprefix(f"runs/{model}-"))
+        assert lending.control_trains == arguments.control_trains  # or it names the other kind
 
 
 @pytest.mark.parametrize("model", MODELS)
