@@ -249,6 +249,18 @@ def test_the_readme_fits_a_screen_or_two() -> None:
     assert len(read("README.md").splitlines()) <= 150
 
 
+def test_tables_of_the_unpacked_model_say_so() -> None:
+    """The SmolLM2 of `make smollm2` has 4-bit weights, which are not those of the Hub."""
+    section = re.compile(r"<!-- (\S+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
+    found = {
+        (relative(page), name): text
+        for page in PAGES
+        for name, text in section.findall(page.read_text(encoding="utf-8"))
+        if "SmolLM2" in text
+    }
+    assert len(found) == 6 and not [place for place, text in found.items() if "4-bit" not in text]
+
+
 def test_versions_agree() -> None:
     assert f"version: {hf_linattn.__version__}" in read("CITATION.cff")
     assert hf_linattn.__version__ in read("CHANGELOG.md")
