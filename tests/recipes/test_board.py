@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure.targets import BOARD_TARGETS
 from benchmarks.result_files import board_reports
 from benchmarks.tables.quality import RECIPE_NAME
+from hf_linattn import patch_model
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, OptionError, UnknownNameError
+from hf_linattn.evaluation import streaming_like
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, Arguments, parse_arguments
 from hf_linattn.training.arguments.board import CommandLine, without
@@ -99,6 +102,14 @@ def test_every_result_of_the_board_has_its_row_and_the_options_of_it():
         given = lines[model].options_of(row)
         measured = {option: value for option, value in report["options"].items() if option != "layers"}
         assert measured == (given.get("plan") or given.get("mechanism_options") or {}), name
+
+
+def test_a_window_with_the_bytes_of_another_row_has_them_in_the_dtype_of_its_checkpoint():
+    hybrid, streaming = (read_row("smollm2-135m", row).model for row in ("hybrid", "streaming"))
+    heads = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # SmolLM2-135M, in bfloat16
+    config = LlamaConfig(**heads, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    model = patch_model(LlamaForCausalLM(config).bfloat16(), hybrid.mechanism, **hybrid.mechanism_options)
+    assert streaming_like(model) == {streaming.mechanism: streaming.mechanism_options}
 
 
 def test_rows_and_models_name_options_and_models_that_there_are():
