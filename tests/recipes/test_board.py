@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import fields
 from functools import cache
@@ -19,6 +20,7 @@ from hf_linattn import patch_model
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, OptionError, UnknownNameError
 from hf_linattn.evaluation import streaming_like
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, Arguments, parse_arguments
 from hf_linattn.training.arguments.board import CommandLine, without
@@ -110,6 +112,13 @@ def test_a_window_with_the_bytes_of_another_row_has_them_in_the_dtype_of_its_che
     config = LlamaConfig(**heads, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
     model = patch_model(LlamaForCausalLM(config).bfloat16(), hybrid.mechanism, **hybrid.mechanism_options)
     assert streaming_like(model) == {streaming.mechanism: streaming.mechanism_options}
+
+
+def test_what_is_recommended_for_a_recovery_was_recovered():
+    recovered = {name for report in board_reports().values() for name in report["mechanism"].split("+")}
+    rows = [line.split("|") for line in (ROOT / "docs/choose.md").read_text().splitlines() if line.startswith("| ")]
+    named = {name for _, _, cell, *_ in rows if "recovered" in cell for name in re.findall("`([a-z_]+)`", cell)}
+    assert len(named & set(MECHANISMS.names())) > 4 and not named & set(MECHANISMS.names()) - recovered
 
 
 def test_rows_and_models_name_options_and_models_that_there_are():
