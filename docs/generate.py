@@ -31,7 +31,7 @@ from benchmarks.tables.heads import (
     heads_speed_parts,
     recovered_plans_parts,
 )
-from benchmarks.tables.markdown import replace_section, table
+from benchmarks.tables.markdown import replace_section, table, weights_said
 from benchmarks.tables.quality import (
     MODEL_NAMES,
     calibration_table,
@@ -110,6 +110,7 @@ def usable_untrained() -> str:
     text = (
         f"{evaluation['model']} on the {evaluation['data']}: the first {evaluation['rows']} rows of"
         f" {evaluation['length']:,} tokens, each alone."
+        f"{weights_said(evaluation['model'], document['provenance']['dtype'])}"
     )
     return f"{text}\n\n{usable_table(document)}"
 

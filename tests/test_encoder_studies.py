@@ -109,19 +109,19 @@ def test_a_document_is_timed_and_its_bytes_are_counted(tmp_path: Path, monkeypat
         long_documents_speed.main(BERT, tmp_path / "test.jsonl", [5000], ["linear"], output)
 
 
-def test_a_share_of_the_control_has_an_interval_of_its_differences() -> None:
-    scores, controls = [0.5, 0.7, 0.6], [0.6, 0.8, 0.4]  # differences: -0.1, -0.1, 0.2
-    share, low, high = kept_share(scores, controls)
+def test_a_share_of_the_best_has_an_interval_of_its_differences() -> None:
+    scores, bests = [0.5, 0.7, 0.6], [0.6, 0.8, 0.4]  # differences: -0.1, -0.1, 0.2
+    share, low, high = kept_share(scores, bests)
     assert share == pytest.approx(1.0)
     assert high - share == share - low == pytest.approx(4.302653 * 0.3**0.5 / 10**0.5 / 3**0.5 / 0.6, rel=1e-5)
     rows = [
         {"task": "rte", "seed": seed, "row": name, "score": score, "converted": 0.25, "options": {}}
-        for name, several in (("original", controls), (CONTROL, controls), ("linear", scores))
+        for name, several in (("original", [0.6, 0.4, 0.2]), (CONTROL, [0.1, 0.8, 0.4]), ("linear", scores))
         for seed, score in enumerate(several)
     ]
     lines = tasks_table({"rows": rows}).splitlines()
     assert lines[0] == "3 seeds; tasks: RTE."
-    assert lines[4:6] == ["| original |  |  | 0.600 |  |  |", "| control |  | 0.250 | 0.600 |  |  |"]
+    assert lines[4:6] == ["| original |  |  | 0.400 |  |  |", "| control |  | 0.250 | 0.433 |  |  |"]
     assert lines[6].startswith("| `linear` |  | 0.250 | 0.600 | **1.000** | ")
 
 

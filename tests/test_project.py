@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import hf_linattn
-from benchmarks import render
-from benchmarks.result_files import RESULTS
+from benchmarks import render, result_files
+from benchmarks.result_files import HEADS_FILE, RESULTS, USABLE_FILE, ZERO_SHOT_FILE
 from docs import generate
 from hf_linattn import errors, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
@@ -247,6 +247,36 @@ def test_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_the_readme_fits_a_screen_or_two() -> None:
     assert len(read("README.md").splitlines()) <= 150
+
+
+def test_numbers_in_sentences_are_those_that_were_measured() -> None:
+    rows, usable = (result_files.read(RESULTS / name)["rows"] for name in (ZERO_SHOT_FILE, USABLE_FILE))
+    performer = next(row for row in rows if row["mechanism"] == "performer" and not row["options"])["perplexity"]
+    llama = result_files.board_reports()["llama-performer"]["perplexity"]
+    wikitext = {row["mechanism"]: row["perplexity"] for row in usable if row["options"].get("window_size", 256) == 256}
+    heads = result_files.read(RESULTS / HEADS_FILE)["runs"]
+    fifth, tenth = heads[0]["whole_model"][0]["bytes"], heads[0]["token"]["share"]
+    assert round(fifth["plan"] / fifth["softmax"], 1) == 0.2 and round(tenth, 1) == 0.1
+    sentences = {
+        f"{performer['llama']:.1f} instead of {llama['original']:.1f} on the small Llama": "README.md",
+        f"{llama['recovered']:.1f}, where softmax trained on the same text has {llama['control']:.1f}": "README.md",
+        "a fifth of the cache at 2,000 tokens, a tenth at 32,000": "README.md",
+        "a fifth at 2,000 tokens, a tenth at 32,000": "docs/choose.md",
+        f"{wikitext['streaming'] / wikitext['original']:.2f} times on two rows of WikiText-2": "docs/choose.md",
+    }
+    assert not [said for said, page in sentences.items() if said not in " ".join(read(page).split())]
+
+
+def test_tables_of_the_unpacked_model_say_so() -> None:
+    """The SmolLM2 of `make smollm2` has 4-bit weights, which are not those of the Hub."""
+    section = re.compile(r"<!-- (\S+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
+    found = {
+        (relative(page), name): text
+        for page in PAGES
+        for name, text in section.findall(page.read_text(encoding="utf-8"))
+        if "SmolLM2" in text
+    }
+    assert len(found) == 6 and not [place for place, text in found.items() if "4-bit" not in text]
 
 
 def test_versions_agree() -> None:

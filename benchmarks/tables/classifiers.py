@@ -16,15 +16,15 @@ TASK_NAMES = {"cola": "CoLA", "sst2": "SST-2", "rte": "RTE"}
 BASELINES = (CUT, WINDOWS, SOFTMAX)
 
 
-def kept_share(scores: Sequence[float], controls: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean score over the mean of the controls, and its 95 % interval: Student's t of the differences.
+def kept_share(scores: Sequence[float], bests: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean score over the mean of the best, and its 95 % interval: Student's t of the differences.
 
-    Scores and controls come in pairs, of the same task and seed; the controls' mean is taken as it is.
+    Both come in pairs, of the same task and seed; the mean of the best is taken as it is.
 
     >>> kept_share([0.5, 0.7], [0.5, 0.7])
     (1.0, 1.0, 1.0)
     """
-    whole, differences = fmean(controls), [a - b for a, b in zip(scores, controls, strict=True)]
+    whole, differences = fmean(bests), [a - b for a, b in zip(scores, bests, strict=True)]
     share = 1 + fmean(differences) / whole
     if len(differences) < 2:
         return share, math.nan, math.nan
@@ -41,10 +41,13 @@ def by_row(rows: Iterable[Document], *names: str) -> dict[str, dict[tuple[object
 
 
 def tasks_table(document: Document) -> str:
-    """Return what conversions keep of classifiers of sentences: scores by task, and the share of the control's."""
+    """Return what conversions keep of classifiers of sentences: scores by task, and their share of the best.
+
+    The best is the better of original and control, for each task and seed.
+    """
     rows = by_row(document["rows"], "task", "seed")
-    controls = rows[CONTROL]
-    tasks = [task for task in TASK_NAMES if any(task == place[0] for place in controls)]
+    best = {place: max(row["score"], rows[ORIGINAL][place]["score"]) for place, row in rows[CONTROL].items()}
+    tasks = [task for task in TASK_NAMES if any(task == place[0] for place in best)]
 
     def mean(places: Mapping[tuple[object, ...], Document], task: str, field: str) -> str:
         values = [row[field] for place, row in places.items() if place[0] == task]
@@ -57,16 +60,16 @@ def tasks_table(document: Document) -> str:
             continue
         first = next(iter(own.values()))
         cells = [mean(own, task, field) for task in tasks for field in ("converted", "score")]
-        paired = [place for place in own if place in controls]
-        share, low, high = kept_share(*([x[place]["score"] for place in paired] for x in (own, controls)))
+        paired = [place for place in own if place in best]
+        share, low, high = kept_share([own[place]["score"] for place in paired], [best[place] for place in paired])
         interval = "" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
         said = ["", ""] if name == CONTROL else [f"**{share:.3f}**", interval]
         shown = name if name == CONTROL else code(name)
         lines.append([shown, code(options_text(first["options"])), *cells, *said])
     heads = [f"{TASK_NAMES[task]}{after}" for task in tasks for after in (", converted", "")]
-    seeds = len({place[1] for place in controls})
+    seeds = len({place[1] for place in best})
     what = f"{seeds} seed{'s' * (seeds > 1)}; tasks: {', '.join(TASK_NAMES[task] for task in tasks)}."
-    return "\n\n".join([what, table(["row", "options", *heads, "x control", "95 % interval"], lines)])
+    return "\n\n".join([what, table(["row", "options", *heads, "x best", "95 % interval"], lines)])
 
 
 def documents_table(document: Document) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.result_files import ORIGINAL, Document
-from benchmarks.tables.markdown import count, number, table
+from benchmarks.tables.markdown import count, number, table, weights_said
 
 NEEDLES = ("single_noise", "single_text", "single_uuid")
 UNTRAINED = "nothing trained"
@@ -29,6 +29,7 @@ def heads_speed_parts(document: Document) -> list[str]:
         f" {run['window']['window_size']} tokens with {run['window']['num_sink_tokens']} first ones, on"
         f" {run['provenance']['device']}. Attention of all layers beside softmax: {clock}, as a ratio; the cache after"
         f" {count(token)} tokens as a share of softmax's bytes."
+        f"{weights_said(run['model'], *_dtypes(document))}"
     )
     head = [
         "dtype", "threads", "cache", f"prompt of {count(prompt)}", f"a token after {count(token)}",
@@ -56,9 +57,14 @@ def whole_model_section(document: Document) -> str:
     what = (
         f"{run['model']} with {len(run['exact_heads'])} key/value heads exact and windows of"
         f" {run['window']['window_size']} tokens elsewhere, on {run['provenance']['device']}."
+        f"{weights_said(run['model'], *_dtypes(document))}"
     )
     head = ["tokens", "dtype", "threads", "reading them", "one more token", "reading", "token", "cache"]
     return f"{what}\n\n" + table(head, rows)
+
+
+def _dtypes(document: Document) -> list[str]:
+    return [run["provenance"]["dtype"] for run in document["runs"]]
 
 
 def heads_recall_parts(document: Document) -> list[str]:
@@ -77,7 +83,7 @@ def heads_recall_parts(document: Document) -> list[str]:
     what = (
         f"{document['model']}, nothing trained: the share of answers that are written, with its 95 % interval,"
         f" {' or '.join(map(str, sorted(samples)))} prompts in each cell, of another seed than the plans were chosen"
-        " by."
+        f" by.{_weights(document)}"
     )
     return [what, table(["plan", "tokens", *NEEDLES], lines), *_suite_and_text(document, found, tasks)]
 
@@ -127,7 +133,7 @@ def hard_key_plans_parts(document: Document) -> list[str]:
         f"{document['model']}, nothing trained, {count(int(length))} tokens: the share of answers that are written,"
         " with its 95 % interval, and the number of prompts of each kind; the state after"
         f" {count(state['length'])} tokens, where softmax has {state['original'] / 1e6:.1f} MB;"
-        " the perplexity of test books over the original's."
+        f" the perplexity of test books over the original's.{_weights(document)}"
     )
     return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
 
@@ -154,7 +160,7 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
     (samples,) = {row["num_samples"] for row in document["recall"].values()}
     what = (
         f"{document['model']}: the share of answers that are written, with its 95 % interval, {samples} prompts in"
-        " each cell, of another seed than the plan was chosen by."
+        f" each cell, of another seed than the plan was chosen by.{_weights(document)}"
     )
     text = "The perplexity of test books over the original's."
     head = ["model", *(f"perplexity, {count(length)} tokens" for length in lengths)]
@@ -174,6 +180,10 @@ def _how(name: str, run: Document) -> str:
         f" position on held-back text, in {len(changes)} buckets up to {count(run['positions']['before'][-1]['last'])}"
         f" tokens, changed by {min(changes):.3f} to {max(changes):.3f} nats."
     )
+
+
+def _weights(document: Document) -> str:
+    return weights_said(document["model"], document["provenance"]["dtype"])
 
 
 def _perplexity(texts: Document, name: str, length: int) -> float:

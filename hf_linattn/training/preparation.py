@@ -20,7 +20,7 @@ from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
 from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import NONE, WINDOW, Arguments, ModelArguments
+from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
 from hf_linattn.training.data import TrainingData, is_held_out
@@ -310,6 +310,10 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
     """Return the results of the stages that another run's control went through, if it is to serve here too.
 
     program, argv: as in `prepare`.
+
+    Raises:
+        CheckpointError: that run has not finished them.
+        OptionError: it had other options, or one trains adapters where the other trains all weights.
     """
     training, folder = run.arguments.training, run.arguments.recipe.control_dir
     if folder is None:
@@ -318,7 +322,14 @@ def shared_control(run: TrainingRun, program: str = "", argv: Sequence[str] = ()
     command = CommandLine(argv).command_for(folder, program, ignored)
     directory = RunDirectory(folder, training)
     windows = [name for name in ("window_trained",) if directory.finished(name)]
-    return directory.export_stages(("control_training", "control", *windows), run.options, ignored, command)
+    shared = directory.export_stages(("control_training", "control", *windows), run.options, ignored, command)
+    expected, trained = run.arguments.control_trains, shared["control_training"].get("trained", FULL)
+    if trained != expected:
+        raise OptionError(
+            f"control_dir={folder!r} holds a control that trained {trained!r}, where this run's would train"
+            f" {expected!r}; give another folder, or control {trained!r} to compare with it nevertheless"
+        )
+    return shared
 
 
 def load_tokenizer(options: ModelArguments, task: Task) -> PreTrainedTokenizerBase:

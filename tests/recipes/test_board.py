@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure.targets import BOARD_TARGETS
 from benchmarks.result_files import board_reports
 from benchmarks.tables.quality import RECIPE_NAME
+from hf_linattn import patch_model
 from hf_linattn.config import make_config
 from hf_linattn.errors import CheckpointError, OptionError, UnknownNameError
+from hf_linattn.evaluation import streaming_like
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training import pipeline
-from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, FINETUNING, Arguments, parse_arguments
 from hf_linattn.training.arguments.board import CommandLine, without
 from hf_linattn.training.arguments.model import ModelArguments
 from tests.recipes.test_finetune import ROOT, material
@@ -37,14 +43,23 @@ def _in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)  # files name others from there
 
 
+@cache
+def read_row(model, row) -> Arguments:
+    flags = [f"recipes/models/{model}.yaml", "--row", row, "--use_cpu", "True"]
+    return parse_arguments(flags, KINDS.get(model, DISTILLATION))
+
+
 @pytest.mark.parametrize(("model", "row"), ROWS)
 def test_every_row_is_read_and_its_mechanisms_take_their_options(model, row):
-    flags = [f"recipes/models/{model}.yaml", "--row", row, "--use_cpu", "True"]
-    options, _, _, training, _ = parse_arguments(flags, KINDS.get(model, DISTILLATION))
+    arguments = read_row(model, row)
+    options, _, recipe, training, _ = arguments
     plan = options.plan or {options.mechanism: options.mechanism_options or {}}
     for name, given in plan.items():
         make_config(name, {option: value for option, value in given.items() if option != "layers"})
     assert Path(training.output_dir) == ROOT / "runs" / f"{model.removesuffix('-finetune')}-{row}"
+    if recipe.control_dir:
+        lending = read_row(model, recipe.control_dir.removeprefix(f"runs/{model}-"))
+        assert lending.control_trains == arguments.control_trains  # or it names the other kind
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -89,6 +104,21 @@ def test_every_result_of_the_board_has_its_row_and_the_options_of_it():
         given = lines[model].options_of(row)
         measured = {option: value for option, value in report["options"].items() if option != "layers"}
         assert measured == (given.get("plan") or given.get("mechanism_options") or {}), name
+
+
+def test_a_window_with_the_bytes_of_another_row_has_them_in_the_dtype_of_its_checkpoint():
+    hybrid, streaming = (read_row("smollm2-135m", row).model for row in ("hybrid", "streaming"))
+    heads = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # SmolLM2-135M, in bfloat16
+    config = LlamaConfig(**heads, num_hidden_layers=1, intermediate_size=8, vocab_size=50)
+    model = patch_model(LlamaForCausalLM(config).bfloat16(), hybrid.mechanism, **hybrid.mechanism_options)
+    assert streaming_like(model) == {streaming.mechanism: streaming.mechanism_options}
+
+
+def test_what_is_recommended_for_a_recovery_was_recovered():
+    recovered = {name for report in board_reports().values() for name in report["mechanism"].split("+")}
+    rows = [line.split("|") for line in (ROOT / "docs/choose.md").read_text().splitlines() if line.startswith("| ")]
+    named = {name for _, _, cell, *_ in rows if "recovered" in cell for name in re.findall("`([a-z_]+)`", cell)}
+    assert len(named & set(MECHANISMS.names())) > 4 and not named & set(MECHANISMS.names()) - recovered
 
 
 def test_rows_and_models_name_options_and_models_that_there_are():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, pipeline, trainers
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.preparation import prepare
 from hf_linattn.training.stages import calibration
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -236,6 +238,7 @@ def test_a_flag_takes_a_lent_control_back(tmp_path):
 
 def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_path):
     changes = {"control_dir": whole, "mechanism": "linear", "mechanism_options": None, "lora_rank": None}
+    changes["control"] = "lora"
     without = {"calibration_tokens": 0, "transfer_tokens": 0, "window_dropout": 0}
     report = run(flags(material, tmp_path / "out", **changes, **without))
     assert report.perplexity.control == Report.load(whole).perplexity.control
@@ -245,6 +248,28 @@ def test_another_runs_control_serves_if_it_saw_the_same(material, whole, tmp_pat
     with pytest.raises(CheckpointError, match="has not finished its stage control_training; run the recipe of that"):
         run(flags(material, tmp_path / "third", **{**changes, **without, "control_dir": tmp_path}))
     assert not (tmp_path / "other").exists() and not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained", "expected"),
+    [({"lora_rank": None}, "lora", "full"), ({"control": "full"}, "lora", "full"), ({}, "full", "lora")],
+)
+def test_another_runs_control_that_trained_something_else_is_taken_only_if_named(
+    material, whole, tmp_path, changes, trained, expected
+):
+    lent = tmp_path / "lent"
+    (lent / "stages").mkdir(parents=True)
+    for stage in ("recipe", "control"):
+        shutil.copy(whole / "stages" / f"{stage}.json", lent / "stages")
+    result = recorded(whole, "control_training") | {"trained": trained}
+    (lent / "stages/control_training.json").write_text(json.dumps(result))
+    given = {"control_dir": lent, **changes}
+    message = f"holds a control that trained '{trained}', where this run's would train '{expected}'"
+    with pytest.raises(OptionError, match=message):
+        run(flags(material, tmp_path / "out", **given))
+    assert not (tmp_path / "out").exists()
+    arguments = parse_arguments(flags(material, tmp_path / "out", **given | {"control": trained}), DISTILLATION)
+    assert prepare(arguments).shared_control["control_training"] == result
 
 
 def test_the_control_is_trained_as_the_converted_model_or_in_full_or_not_at_all(material, whole, tmp_path):

@@ -31,6 +31,12 @@ class Arguments(NamedTuple):
     training: FinetuningArguments
     distillation: DistillationArguments = DistillationArguments()
 
+    @property
+    def control_trains(self) -> str:
+        """What a control of this run trains: `lora` adapters or all weights, `full`."""
+        given = self.recipe.control
+        return given if given in (LORA, FULL) else _trained_with(self.distillation)
+
 
 FINETUNING = (ModelArguments, DataArguments, RecipeArguments, FinetuningArguments)
 DISTILLATION = (*FINETUNING, DistillationArguments)
@@ -84,9 +90,11 @@ def _check_together(arguments: Arguments) -> None:
     if not recipe.learning_rates:
         recipe.learning_rates = [training.learning_rate] if training.learning_rate else DEFAULT_LEARNING_RATES
     recipe.control_learning_rates = recipe.control_learning_rates or recipe.learning_rates
-    adapters = distillation.lora_rank is not None
-    require("control", recipe.control, adapters or recipe.control != LORA, f"{FULL!r} where lora_rank is absent")
-    recipe.control = recipe.control or (LORA if adapters else FULL)
+    usual = _trained_with(distillation)
+    has_adapters = usual == LORA or recipe.control_dir is not None  # those of this run, or of the one that lends
+    expected = f"{FULL!r} where lora_rank and control_dir are absent"
+    require("control", recipe.control, has_adapters or recipe.control != LORA, expected)
+    recipe.control = recipe.control or usual
     if training.max_steps > 0:
         raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
     step = tokens_per_step(data, training)
@@ -117,6 +125,10 @@ def _check_together(arguments: Arguments) -> None:
                 f" (block_size={data.block_size} x global batch of {step // data.block_size}); raise it or lower"
                 " block_size or per_device_train_batch_size"
             )
+
+
+def _trained_with(distillation: DistillationArguments) -> str:
+    return FULL if distillation.lora_rank is None else LORA
 
 
 def long_step(arguments: Arguments) -> tuple[int, int]:

@@ -36,7 +36,10 @@ class RecipeArguments:
     )
     control_dir: str | None = field(
         default=None,
-        metadata={"help": "Output folder of a run on the same tokens, whose control serves here too; empty: none."},
+        metadata={
+            "help": "Output folder of a run on the same tokens, whose control serves here too; empty: none. It must"
+            " have trained what `control` says."
+        },
     )
     lr_search_tokens: int | None = field(
         default=None, metadata={"help": "Tokens of each search run; default: 0.15 of max_train_tokens."}

@@ -143,7 +143,7 @@ class ControlTraining(ModelTraining):
 
     def with_adapters(self, context: TrainingRun, model: PreTrainedModel) -> nn.Module:
         """Return a model to compare with, with adapters if these are to be trained alone."""
-        return model if context.arguments.recipe.control == FULL else adapted(context, model)
+        return model if context.arguments.control_trains == FULL else adapted(context, model)
 
     def folder(self, context: TrainingRun) -> Path:
         return context.directory.path / CONTROL
