@@ -46,6 +46,13 @@ def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
     assert {(x.head_dim, x.value_dim, x.num_key_value_heads) for x in layers} == {(10, 5, 4)}
 
 
+def test_heads_that_a_module_widens_are_as_wide_as_its_attention_gets_them():
+    """Moonshine puts zeros behind heads of 8 numbers, and scales their products as before."""
+    model = tiny_model("moonshine")
+    layers = architecture.describe_layers(model, architecture.self_attention_modules(model)).values()
+    assert {(x.head_dim, x.value_dim, x.scaling) for x in layers} == {(12, None, 8**-0.5)}
+
+
 def test_layers_of_a_model_in_half_precision_keep_its_dtype():
     mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
     assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}
