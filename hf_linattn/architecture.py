@@ -18,8 +18,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
+from .attention_call import causal_by_itself
 from .errors import UnsupportedModelError
-from .masks import causal_by_itself
 from .mechanisms import AttentionLayer
 from .rope import Rotation, find_rotation
 
