@@ -142,12 +142,15 @@ def looks_back(
     return bool(getattr(module, "is_causal", False)) if own is None else causal_by_itself(module)
 
 
-def order_option(mechanism: Mechanism, causal: bool) -> dict[str, bool]:
-    """Return what softmax is told of a call that is causal and its layer is not, or the reverse; others refuse it."""
+def order_option(mechanism: Mechanism, causal: bool, mask: Tensor | None) -> dict[str, bool]:
+    """Return what softmax is told of a call whose mask is causal and its layer not, or the reverse.
+
+    Other mechanisms refuse it, and all do where no mask says so.
+    """
     layer = mechanism.layer
     if causal == layer.causal:
         return {}
-    if isinstance(mechanism, SoftmaxMechanism):
+    if isinstance(mechanism, SoftmaxMechanism) and hasattr(mask, CAUSAL):
         return {"causal": causal}
     raise UnsupportedModeError(
         f"is_causal={causal} was asked of layer {layer.index}, which was patched with is_causal={layer.causal}, and"

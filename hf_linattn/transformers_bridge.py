@@ -302,7 +302,7 @@ def attention_forward(
         refuse_other_heads(mechanism, query.shape[1])
     if mechanism.layer.cross:
         return _attend_across(module, mechanism, layer, query, key, value, masks.keys, scaling, exact), None
-    exact |= {} if masks.pairs is not None else order_option(mechanism, is_causal)
+    exact |= {} if masks.pairs is not None else order_option(mechanism, is_causal, attention_mask)
     positions = kwargs.get(POSITIONS) if position_ids is None or position_ids.dim() != 2 else position_ids
     ids = once(sequence_ids, positions, cu_seq_lens_q, masks.keys, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
