@@ -19,8 +19,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
+from .attention_call import causal_by_itself
 from .errors import UnsupportedModelError
-from .masks import causal_by_itself
 from .mechanisms import AttentionLayer
 from .rope import Rotation, find_rotation
 
@@ -220,6 +220,7 @@ def describe_layer(
     shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
     head_dim, value_dim = _head_widths(module, num_heads, shared_heads or num_heads)
     head_dim = head_dim or _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
+    head_dim += getattr(module, "head_dim_padding", 0)  # zeros that Moonshine puts behind all heads
     scaling = getattr(module, "scaling", None)
     stored_on = _first_device(module, model)
     hook = getattr(module, "_hf_hook", None)  # accelerate's, when the weights are kept elsewhere between calls

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from .errors import UnsupportedModeError
+from .masks import CAUSAL
 from .mechanisms import CallOptions, Mechanism, Pairs
 from .mechanisms.forward import fitting_hidden
+from .mechanisms.softmax import SoftmaxMechanism
 from .ops.common.exact_softmax import softmax_attention
 from .ops.reference import allowed_pairs
 
@@ -26,8 +28,9 @@ class AttentionCall(NamedTuple):
     """One call of one layer, as its mechanism would get it.
 
     query [B, H, N, D], key [B, Hkv, N, D], value [B, Hkv, N, Dv], key_padding_mask [B, N] or None, sequence_ids [B, N]
-    or None. exact: the sliding window, the soft cap, the dropout and the sink of the model's own attention. cross:
-    whether the keys are an encoder's tokens, as many as they may be, and the mask says nothing of queries.
+    or None. exact: the sliding window, the soft cap, the dropout and the sink of the model's own attention, and
+    whether it is causal, where that is not as its layer says. cross: whether the keys are an encoder's tokens, as
+    many as they may be, and the mask says nothing of queries.
     hidden_states: the layer's input [B, N, E], where its mechanism reads it. first_query: across, how many tokens of
     the decoder stand before the queries.
     """
@@ -79,8 +82,8 @@ class AttentionCall(NamedTuple):
         """Return the answer of the attention that the mechanism replaced [B, H, N, Dv]."""
         layer = mechanism.layer
         return softmax_attention(
-            self.query, self.key, self.value, scaling=layer.scaling, causal=layer.causal,
-            key_padding_mask=self.key_padding_mask, sequence_ids=self.sequence_ids, **self.exact,
+            self.query, self.key, self.value, scaling=layer.scaling, key_padding_mask=self.key_padding_mask,
+            sequence_ids=self.sequence_ids, **{"causal": layer.causal, **self.exact},
         )  # fmt: skip
 
     def pairs(self, causal: bool, block_size: int) -> Iterator[Pairs]:
@@ -108,6 +111,52 @@ class AttentionCall(NamedTuple):
             return before
         begins = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
         return before - torch.where(begins, before, 0).cummax(1).values
+
+
+def causal_by_itself(module: nn.Module) -> bool:
+    """Whether a self-attention module masks the future: its config says so, or else it says so or is a decoder's.
+
+    `config.is_causal` is what transformers tells its masks and attention functions in every call, where it is set: it
+    makes an encoder of a decoder.
+    """
+    if (asked := getattr(module.config, "is_causal", None)) is not None:
+        return bool(asked)
+    said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
+    return bool(said or getattr(module, "is_decoder", False))
+
+
+def looks_back(
+    module: nn.Module, mechanism: Mechanism | None, queries: int, mask: Tensor | None, asked: bool | None
+) -> bool:
+    """Whether a call of a layer is causal: its mask says so, else who calls it, else its module.
+
+    The mask comes first, as in PyTorch's attention, of which transformers asks `is_causal` where it has no mask. One
+    query sees all keys in either case. Attention to an encoder's tokens is causal only if its module says so.
+    """
+    own = None if mechanism is None or mechanism.layer.cross else mechanism.layer
+    if own is not None and queries == 1:
+        return own.causal
+    asked = getattr(mask, CAUSAL, asked)
+    if asked is not None:
+        return asked
+    return bool(getattr(module, "is_causal", False)) if own is None else causal_by_itself(module)
+
+
+def order_option(mechanism: Mechanism, causal: bool, mask: Tensor | None) -> dict[str, bool]:
+    """Return what softmax is told of a call whose mask is causal and its layer not, or the reverse.
+
+    Other mechanisms refuse it, and all do where no mask says so.
+    """
+    layer = mechanism.layer
+    if causal == layer.causal:
+        return {}
+    if isinstance(mechanism, SoftmaxMechanism) and hasattr(mask, CAUSAL):
+        return {"causal": causal}
+    raise UnsupportedModeError(
+        f"is_causal={causal} was asked of layer {layer.index}, which was patched with is_causal={layer.causal}, and"
+        f" mechanism {mechanism.config.mechanism!r} cannot be both: patch the model with 'softmax' in that layer, if"
+        " it is the mask of padded inputs that asks; else unpatch the model, change it, and patch it again"
+    )
 
 
 Interceptor = Callable[[AttentionCall], Tensor]

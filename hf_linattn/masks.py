@@ -28,13 +28,14 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.common.tracing import counts_positions, is_known, is_recorded, once
+from .ops.common.tracing import counts_positions, is_known, is_recorded, once, order_of_layers
 
 ROWS = 512  # queries for which a rule is compared at a time
 RULE = "_hf_linattn_rule"  # the attribute of a mask of pairs that names the rule it was made of
 REAL = "_hf_linattn_real"  # that of a key mask: how many of its last columns are known to be true
 WINDOW = "_hf_linattn_window"  # that of one which is a sliding window: whether it is causal, and the key mask
-UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length to be checked
+UNMASKED = "_hf_linattn_unmasked"  # that of a key mask which masks nothing, handed on for its length or its order
+CAUSAL = "_hf_linattn_causal"  # that of a key mask: whether the model made it for causal attention
 POSITIONS = "hf_linattn_positions"  # the argument of layers that brings them the positions their model was given
 
 _MADE = threading.local()  # its list `masks`: weak references to the masks with a `RULE` that this thread made
@@ -84,8 +85,11 @@ def _columns(mask: Tensor, first: Any, count: int) -> Tensor:
     return mask.index_select(1, torch.arange(count, device=mask.device) + first.clamp(0, mask.shape[1] - count))
 
 
-def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
+def handed_on(columns: Tensor, sizes: MaskSizes, causal: bool) -> Tensor | None:
     """Return the columns of the keys as layers get them, None if these are known to be true; after one look at them.
+
+    causal: what the mask is made for, which is noted on it. Layers of another order get it where nothing is masked,
+    too, if the attention that they had would.
 
     One token behind a static cache has a column for every place, as one compiled graph takes masks of one width; these
     are looked at on a CPU alone, since elsewhere each look waits for the device.
@@ -93,11 +97,13 @@ def handed_on(columns: Tensor, sizes: MaskSizes) -> Tensor | None:
     step = sizes.queries == 1 and isinstance(sizes.query_offset, Tensor)
     # without a cache, and not of the queries' length: whether that is the keys' shows where these are
     unsure = sizes.seen is None and isinstance(sizes.query_offset, int) and sizes.queries > 1
+    against = sizes.queries == sizes.keys and order_of_layers() not in (None, causal)
+    setattr(columns, CAUSAL, causal)
     last = 0
     if is_known(columns) and (columns.device.type == "cpu" or not step):
         own = _columns(columns, sizes.query_offset - sizes.key_offset, sizes.queries)
         real = int(2 * columns.all() + own.all())
-        if real == 3 and unsure:
+        if real == 3 and (unsure or against):
             setattr(columns, UNMASKED, True)
             return columns
         if real == 3:
@@ -233,18 +239,6 @@ def _in_pattern(distance: Tensor, causal: bool, window: int | None) -> Tensor:
     """Return which pairs at these distances, of queries from their keys, see each other."""
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return seen if window is None else seen & (distance.abs() < window)
-
-
-def causal_by_itself(module: nn.Module) -> bool:
-    """Whether a self-attention module masks the future: its config says so, or else it says so or is a decoder's.
-
-    `config.is_causal` is what transformers tells its masks and attention functions in every call, where it is set: it
-    makes an encoder of a decoder.
-    """
-    if (asked := getattr(module.config, "is_causal", None)) is not None:
-        return bool(asked)
-    said = getattr(module, "is_causal", getattr(module.config, "is_decoder", False))
-    return bool(said or getattr(module, "is_decoder", False))
 
 
 def window_of(config: PreTrainedConfig, sliding_window: int | None, causal: bool) -> int | None:

@@ -16,7 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .attention_call import AttentionCall, begin_call, current_call, end_call, interceptor_of, is_replica
+from .attention_call import (
+    AttentionCall,
+    begin_call,
+    current_call,
+    end_call,
+    interceptor_of,
+    is_replica,
+    looks_back,
+    order_option,
+)
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import UnsupportedModeError, UnsupportedModelError
@@ -25,7 +34,6 @@ from .masks import (
     POSITIONS,
     MaskSizes,
     PositionArgument,
-    causal_by_itself,
     handed_on,
     key_columns,
     mask_of_rule,
@@ -95,6 +103,7 @@ class PatchedModel:
     # path of a learned position table -> the first position it serves and the one after the last
     position_tables: dict[str, tuple[int, int]]
     positions: PositionArgument
+    eager: bool  # whether the attention that it had obeys masks that mask nothing, too, which others leave out
     verified: bool = False
     warned: bool = False  # of mechanisms that are not trained, or found that there is nothing to warn of
     joined: tuple[Mechanism, ...] = ()
@@ -103,8 +112,17 @@ class PatchedModel:
     @classmethod
     def of(cls, model: PreTrainedModel, attention: dict[str, nn.Module]) -> PatchedModel:
         """Collect the facts of `model`, the innermost transformers model that holds these attention modules."""
-        mechanisms = tuple(mechanism_of(module) for module in attention.values())
-        return cls(attention, position_tables(model), PositionArgument.of(model.forward), joined=mechanisms)
+        mechanisms, own = tuple(map(mechanism_of, attention.values())), get_implementation(model.config)
+        eager = own == "eager" or (own == IMPLEMENTATION and not model._supports_sdpa)
+        return cls(attention, position_tables(model), PositionArgument.of(model.forward), eager, joined=mechanisms)
+
+    @property
+    def order(self) -> bool | None:
+        """Whether the layers are causal, None if they differ, or if masks that mask nothing do not count."""
+        if not self.eager:
+            return None
+        orders = {mechanism.layer.causal for mechanism in self.joined if not mechanism.layer.cross}
+        return orders.pop() if len(orders) == 1 else None
 
     @property
     def active(self) -> bool:
@@ -159,7 +177,7 @@ def model_pre_hook(
     """Refuse what no patched model can answer, before anything ran; return the arguments with positions for layers."""
     patched: PatchedModel = getattr(model, RECORD)
     positions = patched.positions.given(args, kwargs)
-    begin_forward(positioned=positions is not None)
+    begin_forward(positions is not None, patched.order)
     if patched.active:
         _begin(model, patched, args, kwargs)
     return args, patched.positions.handed_on(kwargs, positions if patched.active else None)
@@ -235,7 +253,9 @@ def attention_mask(
         return pairs
     if attention_mask is None:
         return None
-    return handed_on(key_columns(attention_mask, sizes), sizes)
+    # a rule of which no pairs were made comes to causal attention
+    causal = kwargs.get("use_vmap", False) or "allow_is_bidirectional_skip" not in kwargs
+    return handed_on(key_columns(attention_mask, sizes), sizes, causal)
 
 
 def attention_forward(
@@ -261,7 +281,7 @@ def attention_forward(
     s_aux: the learned sinks [H] in the denominator, as gpt-oss and others have them.
     """
     mechanism: Mechanism | None = mechanism_of(module)
-    is_causal = _is_causal(module, mechanism) if is_causal is None else is_causal
+    is_causal = looks_back(module, mechanism, query.shape[2], attention_mask, is_causal)
     layer = _cache_layer(module, mechanism)
     if sliding_window is None and is_causal:
         sliding_window = masked_window(module)
@@ -271,24 +291,24 @@ def attention_forward(
     else:
         key, value, attention_mask = _read_so_far(module, layer, query.shape[2], key, value, attention_mask)
     masks = masks_of(attention_mask, query, key, is_causal, layer is not None, mechanism)
-    key_padding_mask = masks.keys
     exact: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "dropout": dropout, "sink": s_aux}
     exact |= {} if masks.pairs is None else {"pair_mask": masks.pairs}
     if mechanism is None:
         require_left_out(module)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = softmax_attention(
-            query, key, value, scaling=scaling, causal=is_causal, key_padding_mask=key_padding_mask, **exact
+            query, key, value, scaling=scaling, causal=is_causal, key_padding_mask=masks.keys, **exact
         )
         return output.transpose(1, 2).contiguous(), None
-    _require_as_patched(mechanism, query, is_causal)
+    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
+        refuse_other_heads(mechanism, query.shape[1])
     if mechanism.layer.cross:
-        return _attend_across(module, mechanism, layer, query, key, value, key_padding_mask, scaling, exact), None
-    query = _scaled(query, scaling, mechanism)
+        return _attend_across(module, mechanism, layer, query, key, value, masks.keys, scaling, exact), None
+    exact |= {} if masks.pairs is not None else order_option(mechanism, is_causal, attention_mask)
     positions = kwargs.get(POSITIONS) if position_ids is None or position_ids.dim() != 2 else position_ids
-    ids = once(sequence_ids, positions, cu_seq_lens_q, key_padding_mask, query.shape[2], key.shape[2])
+    ids = once(sequence_ids, positions, cu_seq_lens_q, masks.keys, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
-    call = AttentionCall(query, key, value, key_padding_mask, ids, exact, hidden_states=hidden)
+    call = AttentionCall(_scaled(query, scaling, mechanism), key, value, masks.keys, ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         output = interceptor(call)
@@ -314,23 +334,6 @@ def _read_so_far(
     seen = before + count if isinstance(before, int) else int(layer.get_seq_length())
     longer = mask is not None and mask.dim() == 2 and mask.shape[1] > seen
     return key[:, :, :seen], value[:, :, :seen], mask[:, :seen] if longer and mask is not None else mask
-
-
-def _require_as_patched(mechanism: Mechanism, query: Tensor, causal: bool) -> None:
-    """Refuse heads and a direction that the layer did not have when it was patched."""
-    if query.shape[1] != mechanism.layer.num_heads and not heads_apart(mechanism):
-        refuse_other_heads(mechanism, query.shape[1])
-    if causal != mechanism.layer.causal and not mechanism.layer.cross:
-        raise UnsupportedModeError(
-            f"is_causal={causal} was asked of layer {mechanism.layer.index}, which was patched with"
-            f" is_causal={mechanism.layer.causal}; unpatch the model, change it, and patch it again"
-        )
-
-
-def _is_causal(module: nn.Module, mechanism: Mechanism | None) -> bool:
-    """Whether a call that does not say so is causal; attention to an encoder's tokens only if its module says so."""
-    own = mechanism is not None and not mechanism.layer.cross
-    return causal_by_itself(module) if own else bool(getattr(module, "is_causal", False))
 
 
 def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:

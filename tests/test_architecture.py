@@ -62,6 +62,13 @@ def test_layers_that_attend_to_other_tokens_are_told_by_their_names(model_type):
     assert not any("cross_attn" in path or "x_attn" in path for path in own)
 
 
+def test_heads_that_a_module_widens_are_as_wide_as_its_attention_gets_them():
+    """Moonshine puts zeros behind heads of 8 numbers, and scales their products as before."""
+    model = tiny_model("moonshine")
+    layers = architecture.describe_layers(model, architecture.self_attention_modules(model)).values()
+    assert {(x.head_dim, x.value_dim, x.scaling) for x in layers} == {(12, None, 8**-0.5)}
+
+
 def test_layers_of_a_model_in_half_precision_keep_its_dtype():
     mechanisms = get_mechanisms(patch_model(make_model("llama").to(torch.bfloat16), "performer"))
     assert {m.feature_map.projection.dtype for m in mechanisms.values()} == {torch.bfloat16}

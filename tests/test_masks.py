@@ -11,11 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
+from transformers.models.aimv2.modeling_aimv2 import Aimv2TextConfig, Aimv2TextModel
 from transformers.models.llama import modeling_llama
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import (
+    Phi4MultimodalVisionConfig,
+    Phi4MultimodalVisionModel,
+)
+from transformers.models.videoprism.modeling_videoprism import VideoPrismTextConfig, VideoPrismTextModel
 
-from hf_linattn import UnsupportedModeError, patch_model, transformers_bridge
+from hf_linattn import UnsupportedModeError, get_mechanisms, patch_model, transformers_bridge, unpatch_model
+from hf_linattn.attention_call import intercept_attention
+from hf_linattn.support.tiny import tiny_config
 from tests.helpers import OPTIONS, assert_close, make_patched, make_tokens
-from tests.models import make_model, make_sharing
+from tests.models import fill, make_model, make_sharing
 
 LENGTH, WINDOW = 14, 5
 IMAGES = torch.full((2, LENGTH), -1)
@@ -222,3 +230,49 @@ def test_softmax_keeps_a_sliding_window_that_a_model_says_in_its_mask_alone(name
     patch_model(model, "softmax")
     assert_close(logits(model, inputs), want)
     assert model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist() == generated.tolist()
+
+
+OTHERWISE = {
+    "aimv2": (Aimv2TextConfig, Aimv2TextModel),
+    "videoprism": (VideoPrismTextConfig, VideoPrismTextModel),
+    "phi4": (Phi4MultimodalVisionConfig, Phi4MultimodalVisionModel),
+}
+
+
+def make_otherwise(name: str) -> tuple[Any, dict[str, Tensor], Tensor]:
+    """Return a model whose masks are of another order than its modules say, padded inputs, and which are no pads."""
+    config_class, model_class = OTHERWISE[name]
+    torch.manual_seed(0)
+    model = fill(model_class(tiny_config(config_class)))
+    if name == "phi4":
+        real = torch.ones(2, 4, 4, dtype=torch.bool)  # of the patches of a picture
+        real[1, :, 3:] = False
+        return model, {"pixel_values": torch.randn(2, 3, 32, 32), "patch_attention_mask": real}, real.flatten(1)
+    inputs = padded()
+    return model, inputs, inputs["attention_mask"].bool()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OTHERWISE)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_softmax_obeys_a_mask_of_another_order_than_the_module_says_and_others_refuse_it(name, implementation):
+    """Eager attention obeys one that masks nothing, too; VideoPrism has no other."""
+    model, inputs, real = make_otherwise(name)
+    if name != "videoprism":
+        model.set_attn_implementation(implementation)
+    whole = {x: torch.ones_like(y) if x.endswith("mask") else y for x, y in inputs.items()}
+
+    def outputs() -> Tensor:  # VideoPrism has one token more
+        return torch.cat([model(**given).last_hidden_state[:, : real.shape[1]][real] for given in (inputs, whole)])
+
+    want = outputs()
+    patch_model(model, "softmax")
+    assert_close(outputs(), want)
+    with intercept_attention(get_mechanisms(model)):
+        assert_close(outputs(), want)
+    unpatch_model(model)
+    patch_model(model, "linear")
+    with pytest.raises(UnsupportedModeError, match=r"is_causal=\w+ was asked of layer 0, .* 'linear' cannot be"):
+        model(**inputs)
+    if name != "phi4":  # which makes a mask where it is given none
+        assert bool(model(inputs["input_ids"]).last_hidden_state.isfinite().all())

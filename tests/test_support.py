@@ -23,7 +23,7 @@ from hf_linattn.support import CHECKS, architectures, check_architecture
 from hf_linattn.support import check as checks
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
 
-DECODER = ("called", "differs", "future", "cache", "left padding", "padding", "restored")
+DECODER = ("called", "differs", "future", "cache", "left padding", "padding", "restored", "softmax")
 PATCHED = {
     "gpt_neox": DECODER,  # names its cache otherwise
     "deepseek_v3": DECODER,  # latent attention, values of another width than keys
@@ -32,12 +32,18 @@ PATCHED = {
     "mllama": DECODER,  # asks its cache how many keys it keeps
     "falcon_h1": DECODER,  # attention and recurrence in one layer
     "zamba2": DECODER,
-    "albert": ("called", "differs", "padding", "restored"),  # all layers are one
-    "layoutlm": ("called", "differs", "padding", "restored"),  # makes its own mask for all queries
-    "bart": ("called", "differs", "future", "cache", "padding", "restored"),  # both sides; its positions count padding
-    "whisper": ("called", "differs", "future", "restored"),
-    "vit": ("called", "differs", "restored"),
-    "clip": ("called", "differs", "future", "restored"),  # its text side is causal by call, not by declaration
+    "albert": ("called", "differs", "padding", "restored", "softmax"),  # all layers are one
+    "layoutlm": ("called", "differs", "padding", "restored", "softmax"),  # makes its own mask for all queries
+    # both sides; its positions count padding
+    "bart": ("called", "differs", "future", "cache", "padding", "restored", "softmax"),
+    "whisper": ("called", "differs", "future", "restored", "softmax"),
+    "moonshine": ("called", "differs", "future", "cache", "restored", "softmax"),  # widens its heads
+    "moonshine_streaming": ("called", "differs", "future", "restored", "softmax"),
+    "aimv2": ("called", "differs", "restored", "softmax"),  # its text side is causal where it is padded
+    "videoprism": ("called", "differs", "restored", "softmax"),
+    "vit": ("called", "differs", "restored", "softmax"),
+    # its text side is causal by call, not by declaration
+    "clip": ("called", "differs", "future", "restored", "softmax"),
 }
 
 
@@ -126,6 +132,9 @@ def test_each_part_of_the_check_can_fail(monkeypatch):
         broken.setattr(bridge, "masks_of", lambda *given: Masks())
         broken.setattr(bridge, "sequence_ids", lambda *given: None)  # which tell padding apart by its positions
         assert outcome() == ("partly", "left padding")
+    with monkeypatch.context() as broken:
+        broken.setattr(checks, "patch_model", lambda model, *a, **k: hf_linattn.patch_model(model, "linear"))
+        assert outcome() == ("partly", "softmax")
     with monkeypatch.context() as broken:
         broken.setattr(checks, "unpatch_model", lambda model: model)
         assert outcome() == ("partly", "restored")

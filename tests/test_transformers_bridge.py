@@ -28,7 +28,7 @@ from hf_linattn import (
 )
 from hf_linattn.masks import PositionArgument, sequence_ids
 from hf_linattn.position_tables import position_tables
-from hf_linattn.support.tiny import tiny_model
+from hf_linattn.support.tiny import tiny_inputs, tiny_model
 from tests.helpers import Snapshot, assert_close, generate, logits_of, loss_gradients, make_patched, make_tokens, pad
 from tests.models import ARCHITECTURES, CAUSAL, SPINE, make_model
 
@@ -314,6 +314,22 @@ def test_a_decoder_that_its_config_makes_an_encoder(name, tmp_path):
     model.config.is_causal = True
     with pytest.raises(UnsupportedModeError, match="is_causal=True was asked of layer 0, which was patched with is_c"):
         model(ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["linear", "softmax"])
+@pytest.mark.parametrize("model_type", ["moonshine", "moonshine_streaming"])
+def test_a_module_that_asks_for_causal_attention_where_it_has_no_mask_alone(model_type, mechanism):
+    """With one, and for one token, it says is_causal=False."""
+    model = tiny_model(model_type)
+    inputs = tiny_inputs(model)
+    patch_model(model, mechanism)
+    ids, want = inputs["decoder_input_ids"], model(**inputs).logits
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    real = mask.bool()
+    assert_close(model(**inputs, decoder_attention_mask=mask).logits[real], want[real])
+    assert_close(model(**{**inputs, "decoder_input_ids": ids[:, :1]}).logits, want[:, :1])
 
 
 @torch.no_grad()

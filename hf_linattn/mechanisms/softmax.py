@@ -66,9 +66,12 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         *,
         return_state: bool = True,
         sink: Tensor | None = None,
+        causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """As the base; `options` are `sliding_window`, `softcap` and `dropout` of `softmax_attention`.
+
+        causal: whether this call is, where that is not as the layer says.
 
         In a patched model the cache holds keys and values instead of the state, unless this is part of `by_head`.
         Bidirectional keys may be fewer than queries, as in layers that pool them.
@@ -94,7 +97,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
             key,
             value,
             scaling=self.layer.scaling,
-            causal=self.layer.causal,
+            causal=self.layer.causal if causal is None else causal,
             key_padding_mask=real,
             sequence_ids=ids,
             sink=self.log_sink(query, sink, accum_dtype(query)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from .tiny import FAILURES, architectures, one_line, tiny_inputs, tiny_model
 
 NEW_TOKENS = 4
 TOLERANCE = 1e-3  # relative to the largest logit
-PADDING = 4  # tokens in front of the first row
+PADDING = 4  # tokens in front of the first row, or behind it
+MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def check_architecture(model_type: str, mechanism: str = "linear", **options: An
         OptionError: the mechanism has no such option, or not with this value.
 
     >>> check_architecture("gpt2").passed
-    ('called', 'differs', 'future', 'cache', 'left padding', 'padding', 'restored')
+    ('called', 'differs', 'future', 'cache', 'left padding', 'padding', 'restored', 'softmax')
     """
     config = make_config(mechanism, options)
     kind, name = architectures().get(model_type, ("", ""))
@@ -159,10 +161,28 @@ def restored(trial: Trial) -> str:
     return "" if torch.equal(_output(trial.model, trial.inputs), trial.original) else "the output is another"
 
 
+def softmax(trial: Trial) -> str:
+    """Patched with softmax the model computes what it does itself, also with padding, and where it decodes."""
+    calls: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: _output(trial.model, trial.inputs),
+        "padded": lambda: _padded_output(trial),
+        "decoding": lambda: _generate(trial, trial.inputs),
+    }
+    original: dict[str, Tensor] = {}
+    for name, call in calls.items():
+        with suppress(*FAILURES):  # what its own attention cannot do does not apply
+            original[name] = call()
+    patch_model(trial.model, "softmax")
+    faults = {name: _difference(calls[name](), want) for name, want in original.items()}
+    return next((f"{name}: {fault}" for name, fault in faults.items() if fault), "")
+
+
 BEHAVIOUR: dict[str, Callable[[Trial], str]] = {
     "future": future, "cache": cached, "left padding": left_padded, "padding": padded,
 }  # fmt: skip
-CHECKS: dict[str, Callable[[Trial], str]] = {"called": called, "differs": differs, **BEHAVIOUR, "restored": restored}
+CHECKS: dict[str, Callable[[Trial], str]] = {
+    "called": called, "differs": differs, **BEHAVIOUR, "restored": restored, "softmax": softmax,
+}  # fmt: skip
 
 
 def _fault(check: Callable[[Trial], str], trial: Trial) -> str:
@@ -187,12 +207,26 @@ def _output(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     return numbers[0]
 
 
+def _padded_output(trial: Trial) -> Tensor:
+    """Return what comes of inputs whose first row has padding on its right, of texts on either side."""
+    inputs, kept = dict(trial.inputs), torch.tensor(True)
+    for name, mask in MASKS.items():
+        if name in inputs:
+            inputs[mask] = torch.ones_like(inputs[name])
+            inputs[mask][0, -PADDING:] = 0
+            inputs[name] = inputs[name] * inputs[mask]
+            kept = inputs[mask].bool()
+    output = _output(trial.model, inputs)
+    return output[kept] if output.shape[:2] == kept.shape else output
+
+
 def _generate(trial: Trial, inputs: Mapping[str, Tensor], **options: Any) -> Tensor:
     """Return the logits [B, n, V] of greedily chosen new tokens."""
-    if trial.kind not in ("causal", "seq2seq"):
+    if trial.kind not in ("causal", "seq2seq", "speech"):
         raise NotImplementedError("it does not generate")
     given = {name: x for name, x in inputs.items() if name != "decoder_input_ids"}
-    given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
+    if "input_ids" in given:
+        given.setdefault("attention_mask", torch.ones_like(given["input_ids"]))
     result: Any = trial.model.generate(  # type: ignore[operator]
         **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True, **options,

@@ -98,6 +98,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    # whose queries have as many heads as its keys, and are made wider before the attention
+    "moonshine": {
+        "encoder_num_key_value_heads": HEADS, "decoder_num_key_value_heads": HEADS, "pad_head_dim_to_multiple_of": 12,
+    },
+    "moonshine_streaming": {"num_key_value_heads": HEADS},
+    "videoprism_vision_model": {"num_frames": 4},  # as many as the inputs have
     # parts of a head that are rotated
     "gptj": {"rotary_dim": HEAD_DIM},
     "codegen": {"rotary_dim": HEAD_DIM},

@@ -82,28 +82,36 @@ def unrecorded(function: Callable[..., Any], *given: Any) -> Any:
 
 class _Forward(NamedTuple):
     positioned: bool  # whether its caller gave it positions
+    order: bool | None
     found: dict[Any, Any]
 
 
 _RUNNING = threading.local()  # its list `forwards`: those that run in this thread, the innermost last
 
 
-def begin_forward(positioned: bool) -> None:
+def begin_forward(positioned: bool, order: bool | None = None) -> None:
     """Begin a forward of a model, which `end_forward` ends, however it went.
 
     positioned: whether its caller gave it positions, rather than leaving them to the model, which counts.
+    order: whether its layers are causal, where masks that say otherwise count even if they mask nothing; else None.
     """
     if torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing():
         return
     if not hasattr(_RUNNING, "forwards"):
         _RUNNING.forwards = []
-    _RUNNING.forwards.append(_Forward(positioned, {}))
+    _RUNNING.forwards.append(_Forward(positioned, order, {}))
 
 
 def end_forward() -> None:
     """Forget the innermost forward and what it found."""
     if not (torch.compiler.is_dynamo_compiling() or torch.jit.is_tracing()) and getattr(_RUNNING, "forwards", None):
         _RUNNING.forwards.pop()
+
+
+def order_of_layers() -> bool | None:
+    """Return what the innermost forward began with as `order`; None outside."""
+    forwards: Any = getattr(_RUNNING, "forwards", None)
+    return forwards[-1].order if forwards else None
 
 
 def counts_positions() -> bool:
