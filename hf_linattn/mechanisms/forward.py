@@ -158,7 +158,7 @@ def fitting(
     mask = mask if mask is None or mask.shape[0] == rows else mask.expand(rows, -1)
     ids = sequence_ids
     ids = ids if ids is None or ids.shape[0] == rows else ids.expand(rows, -1)
-    return mask, ids if ids is None or mask is None else once(_ids_beside, ids, mask)
+    return mask, ids if ids is None or mask is None or not layer.causal else once(_ids_beside, ids, mask)
 
 
 def _ids_beside(ids: Tensor, mask: Tensor) -> Tensor:

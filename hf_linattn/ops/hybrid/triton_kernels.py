@@ -67,13 +67,19 @@ def join(log, weight, total, far_log, far_weight, far_total, least_weight, gate,
 
 @triton.jit
 def let_in(
-    top, weight, near, asked, log, kept, total, window_log, far_gate, least_weight, SHARED: tl.constexpr,
-    GATED: tl.constexpr,
+    query, new_key, new_value, sink, ring_key, ring_value, sink_key, sink_value, sequence, position, scaling, inputs,
+    columns, asked, log, kept, total, window_log, far_gate, least_weight, RING: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr, SINK_ROWS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BESIDE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """What near keys, as in `see_rows`, and the far sums `kept` say to a query of features `asked`, see `join`.
+    """What near keys, see `see_near`, and the far sums `kept` say to a query of features `asked`, see `join`.
 
     window_log is read where SHARED, far_gate where GATED.
     """
+    top, weight, near = see_near(
+        query, new_key, new_value, sink, ring_key, ring_value, sink_key, sink_value, sequence, position, scaling,
+        inputs, columns, RING, ROWS, SINKS, SINK_ROWS, KEY_SIZE, VALUE_SIZE, BESIDE,
+    )  # fmt: skip
     near_log = tl.load(window_log).to(tl.float32) if SHARED else top
     far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
     gate = tl.load(far_gate, mask=GATED, other=0.0).to(tl.float32)
@@ -103,6 +109,24 @@ def fold_key(
     )
     if first:
         tl.store(log_max_after + sequence, after)
+
+
+@triton.jit
+def keep_near(
+    ring_key, ring_value, sink_key, sink_value, length, ring_key_after, ring_value_after, sink_key_after,
+    sink_value_after, length_after, batch, head, sequence, new_key, new_value, read, part, parts, inputs, columns,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, RING: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+    SINK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the near keys and values and how much was read, with the new token if there is one to be `read`."""
+    position = tl.load(length + batch)
+    # where a new key comes, or behind all
+    last, first = tl.where(read > 0, RING - 1, RING), tl.where(read > 0, position, SINKS)
+    keep_rows(ring_key, ring_key_after, sequence, new_key, last, part, parts, inputs, SIZE, RING, ROWS, 0, read)
+    keep_rows(ring_value, ring_value_after, sequence, new_value, last, 0, 1, columns, VALUE_SIZE, RING, ROWS, 0, read)
+    keep_rows(sink_key, sink_key_after, sequence, new_key, first, part, parts, inputs, SIZE, SINKS, SINK_ROWS)
+    keep_rows(sink_value, sink_value_after, sequence, new_value, first, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
+    tl.store(length_after + batch, position + read, mask=(head == 0) & (part == 0))
 
 
 @triton.jit
@@ -150,13 +174,10 @@ def step_hybrid(
             query_bias_column, scale, quadratic, offset, INPUT_SIZE, SIZE, INPUTS, COLUMNS, ACTIVATION, WEIGHED, BIASED
         )  # fmt: skip
         log = before - rate * RING + tl.load(log_mix + own).to(tl.float32) + query_log
-        top, weight, near = see_near(
-            load_row(here, inputs, INPUT_SIZE), new_key, new_value, sink + own, ring_key, ring_value, sink_key,
-            sink_value, sequence, position, scaling, inputs, columns, RING, ROWS, SINKS, SINK_ROWS, INPUT_SIZE,
-            VALUE_SIZE, BESIDE,
-        )  # fmt: skip
         result = let_in(
-            top, weight, near, asked, log, kept, total, window_log + own, far_gate + own, least_weight, SHARED, GATED
+            load_row(here, inputs, INPUT_SIZE), new_key, new_value, sink + own, ring_key, ring_value, sink_key,
+            sink_value, sequence, position, scaling, inputs, columns, asked, log, kept, total, window_log + own,
+            far_gate + own, least_weight, RING, ROWS, SINKS, SINK_ROWS, INPUT_SIZE, VALUE_SIZE, BESIDE, SHARED, GATED,
         )  # fmt: skip
         tl.store(sums + row * VALUE_SIZE + columns, result, mask=columns < VALUE_SIZE)
     fold_key(  # unless the oldest key is a sink, or there is none
@@ -164,10 +185,8 @@ def step_hybrid(
         log_max_after, sequence, features, columns, part == 0, NUM_FEATURES, VALUE_SIZE,
         ACTIVATION == "exponential" or DECAYED,
     )  # fmt: skip
-    # where a new key comes, or behind all
-    last, first = tl.where(read > 0, RING - 1, RING), tl.where(read > 0, position, SINKS)
-    keep_rows(ring_key, ring_key_after, sequence, new_key, last, part, parts, inputs, INPUT_SIZE, RING, ROWS, 0, read)
-    keep_rows(ring_value, ring_value_after, sequence, new_value, last, 0, 1, columns, VALUE_SIZE, RING, ROWS, 0, read)
-    keep_rows(sink_key, sink_key_after, sequence, new_key, first, part, parts, inputs, INPUT_SIZE, SINKS, SINK_ROWS)
-    keep_rows(sink_value, sink_value_after, sequence, new_value, first, 0, 1, columns, VALUE_SIZE, SINKS, SINK_ROWS)
-    tl.store(length_after + batch, position + read, mask=(head == 0) & (part == 0))
+    keep_near(
+        ring_key, ring_value, sink_key, sink_value, length, ring_key_after, ring_value_after, sink_key_after,
+        sink_value_after, length_after, batch, head, sequence, new_key, new_value, read, part, parts, inputs, columns,
+        INPUT_SIZE, VALUE_SIZE, RING, ROWS, SINKS, SINK_ROWS,
+    )  # fmt: skip
