@@ -308,7 +308,7 @@ def loaded(mechanism: Forward) -> AbstractContextManager[object]:
     # not with hasattr, which takes five times as long, in every step of decoding
     parts = (*mechanism.modules(), *mechanism.borrowed())
     if "ds_id" in mechanism.__dict__:
-        gather_parts(mechanism, parts[1:])
+        gather_parts(mechanism, list(mechanism.modules())[1:])
     hooked = [part for part in parts if part is not mechanism and "_hf_hook" in part.__dict__]
     if not hooked:
         return nullcontext()

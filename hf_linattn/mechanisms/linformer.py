@@ -266,6 +266,10 @@ def _project(projection: Tensor, x: Tensor) -> Tensor:
 
 
 def _in_pieces(projection: Tensor) -> bool:
-    """Whether other processes hold parts of it now: FSDP2 shards it by name, FSDP1 and ZeRO-3 leave it flat."""
+    """Whether other processes hold parts of it now, or did until it was read.
+
+    FSDP2 shards it by name, FSDP1 leaves it flat. ZeRO-3 gathers what is read, but not again for its gradient.
+    """
     placements: Any = getattr(projection, "placements", ())
-    return projection.dim() < 2 or any(placement.is_shard() for placement in placements)
+    whole = projection.dim() > 1 and not hasattr(projection, "ds_status")
+    return not whole or any(placement.is_shard() for placement in placements)

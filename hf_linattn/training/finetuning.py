@@ -262,15 +262,15 @@ def check_model(model: nn.Module, arguments: FinetuningArguments) -> None:
 
 
 def check_sharding(stage: str, model: nn.Module, trainer: RecoveryTrainer) -> None:
-    """Raise `OptionError` for what FSDP cannot shard, in the first step: several dtypes as one, weights of two layers.
+    """Raise `OptionError` for what cannot be sharded, in the first step: weights of two layers, several dtypes as one.
     """
-    if not trainer.is_fsdp_enabled:
-        return
-    if any(part.borrowed() for part in model.modules() if isinstance(part, Mechanism)):
+    if trainer.splits_layers and any(part.borrowed() for part in model.modules() if isinstance(part, Mechanism)):
         raise OptionError(
             f"the stage {stage} has layers that read weights of another one, as sharing='layers' of 'linformer' says,"
-            " and FSDP keeps those sharded meanwhile; give sharing 'kv' or 'heads', or train with DDP"
+            " and FSDP and ZeRO-3 keep those sharded meanwhile; give sharing 'kv' or 'heads', or train with DDP"
         )
+    if not trainer.is_fsdp_enabled:
+        return
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     if trainer.accelerator.mixed_precision == "no" and len(trained) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))

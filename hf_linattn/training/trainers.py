@@ -106,6 +106,12 @@ class RecoveryTrainer(Trainer):
         """Whether each process holds a part of every parameter (FSDP, DeepSpeed)."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether each process has a part of a layer's weights until the layer runs (FSDP, ZeRO-3)."""
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+
     def masters(self) -> AbstractContextManager[None]:
         """Train small parameters in float32, see `float32_masters`; not where those of a layer are sharded as one."""
         return nullcontext() if self.shards else float32_masters(self.model)

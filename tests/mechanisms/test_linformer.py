@@ -345,13 +345,19 @@ def shard_layers(model, mesh) -> None:
 
 
 def shard_flat(model, mesh) -> None:
-    """Leave of each parameter of the first layer what FSDP1 and ZeRO-3 do, once that layer has run."""
+    """Leave of each parameter of the first layer what FSDP1 does, once that layer has run."""
 
     def release(layer, *call):
         for parameter in get_mechanisms(model)["model.layers.0.self_attn"].parameters():
             parameter.data = parameter.data.new_empty(0)
 
     model.model.layers[0].register_forward_hook(release)
+
+
+def shard_by_zero3(model, mesh) -> None:
+    """Mark parameters as DeepSpeed does, which gathers what is read."""
+    for parameter in model.parameters():
+        parameter.ds_status = "available"
 
 
 SHARED = {"num_slots": 7, "block_size": 8, "sharing": "layers"}
@@ -362,7 +368,7 @@ IN_PLANS = {
 }
 
 
-@pytest.mark.parametrize("shard", [shard_layers, shard_flat])
+@pytest.mark.parametrize("shard", [shard_layers, shard_flat, shard_by_zero3])
 @pytest.mark.parametrize("name", IN_PLANS)
 def test_one_projection_of_layers_that_are_sharded_apart_is_refused_by_name(name, shard, mesh):
     mechanism, options = IN_PLANS[name]

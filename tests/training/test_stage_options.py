@@ -157,6 +157,13 @@ def test_parameters_that_fsdp_cannot_shard_are_refused_by_name(tmp_path, monkeyp
         trained("linformer", torch.float32, sharing="layers")
     with pytest.raises(OptionError, match=r"stage x trains parameters in bfloat16 and float32, .* give bf16 true"):
         trained("hedgehog", torch.bfloat16)
+    monkeypatch.setattr(real, "splits_layers", True)  # as under ZeRO-3, which takes several dtypes
+    monkeypatch.setattr(finetuning, "RecoveryTrainer", real)
+    with pytest.raises(OptionError, match=r"stage x has layers that read .* FSDP and ZeRO-3 keep those sharded"):
+        trained("linformer", torch.float32, sharing="layers")
+    trained("hedgehog", torch.bfloat16)
+    monkeypatch.undo()
+    monkeypatch.setattr(finetuning, "RecoveryTrainer", sharding)
     trained("hedgehog", torch.float32)
     trained("linear", torch.bfloat16)  # which has none of its own
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
