@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from matplotlib.ticker import EngFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter, ScalarFormatter
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -172,20 +172,32 @@ def draw(document: Document, path: Path) -> None:
     models = list(document["originals"])
     figure, panels = blank_figure("Recall and perplexity after the same training", 2 * len(models))
     for panel, (model, found) in zip(panels, product(models, (True, False)), strict=True):
+        near: dict[tuple[int, float], dict[str, float]] = {}  # points that share a label
         for row in (row for row in document["rows"] if row["model"] == model):
-            value = needle_share(row["trained"]) if found else math.exp(mixture_loss(row["trained"]))
+            share, loss = needle_share(row["trained"]), mixture_loss(row["trained"])
+            value, group = (share, round(share, 1)) if found else (math.exp(loss), round(loss, 1))
+            near.setdefault((row["state_bytes"], group), {})[row["name"]] = value
             colour = ORIGINAL if row["name"] == "softmax" else PATCHED
             panel.plot(row["state_bytes"], value, color=colour, marker="o", markersize=3)
+        for (size, _), values in near.items():
             panel.annotate(
-                row["name"], (row["state_bytes"], value), fontsize=4, xytext=(3, 0), textcoords="offset points",
-                va="center",
+                ", ".join(values), (size, max(values.values())), fontsize=5, xytext=(0, 4),
+                textcoords="offset points", ha="center",
             )  # fmt: skip
         panel.set_xscale("log")
+        panel.margins(x=0.12, y=0.1)
         panel.set_xlabel("bytes of decoding state")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_ylabel(f"{model}: {'needles found at 512 tokens' if found else 'perplexity of the mixture'}")
         if found:
             panel.yaxis.set_major_formatter(PercentFormatter(1))
+        else:
+            panel.set_yscale("log")
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter(ScalarFormatter())
+            panel.yaxis.set_minor_formatter(NullFormatter())
     save_figure(figure, path)
 
 
