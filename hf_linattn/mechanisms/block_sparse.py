@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops import reference
-from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention, first_attention
+from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention
 from ..ops.common.precision import accum_dtype
 from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
@@ -105,15 +105,12 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, KeptKeys | None]:
-        scaling, sink = self.layer.scaling, self.log_sink(query, call.sink, accum_dtype(query))
-        if state is not None:
-            return continued_attention(
-                query, key, value, self, state, scaling=scaling, lengths=lengths, sink=sink, learned=self.learned,
-                policy=self.policy,
-            )  # fmt: skip
-        how: Any = {"scaling": scaling, "sink": sink, "learned": self.learned, "policy": self.policy}
-        if call.keep_state:
-            return first_attention(query, key, value, self, lengths=lengths, **how)
+        how: Any = {
+            "scaling": self.layer.scaling, "sink": self.log_sink(query, call.sink, accum_dtype(query)),
+            "learned": self.learned, "policy": self.policy,
+        }  # fmt: skip
+        if state is not None or call.keep_state:
+            return continued_attention(query, key, value, self, state, lengths=lengths, **how)
         return block_sparse_attention(query, key, value, self, causal=True, **how), None
 
     def bidirectional_sequences(

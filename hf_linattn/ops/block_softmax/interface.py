@@ -11,9 +11,7 @@ from .decode import keep_keys
 from .ring import in_ring
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
 
-__all__ = [
-    "KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "first_attention", "in_ring", "keep_keys",
-]  # fmt: skip
+__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "in_ring", "keep_keys"]
 
 BLOCK_SOFTMAX = Operation("block_softmax", triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
 
@@ -44,33 +42,12 @@ def block_sparse_attention(
     return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, causal, *where))[0]
 
 
-def first_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scaling: float,
-    lengths: Tensor | None = None,
-    sink: Tensor | None = None,
-    learned: bool = False,
-    policy: Policy = PYTORCH,
-) -> tuple[Tensor, KeptKeys]:
-    """Return causal output [B, H, N, Dv] and state for rows that start at position 0; arguments as above.
-
-    Behind its length a row has pads only, which no real query of a causal row sees.
-    """
-    where = None, sink, None, learned, policy, True, lengths
-    output, state = BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where))
-    return output, keep_keys(key, value, pattern, lengths) if state is None else state
-
-
 def continued_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     pattern: Pattern,
-    state: KeptKeys,
+    state: KeptKeys | None,
     *,
     scaling: float,
     lengths: Tensor | None = None,
@@ -78,6 +55,10 @@ def continued_attention(
     learned: bool = False,
     policy: Policy = PYTORCH,
 ) -> tuple[Tensor, KeptKeys]:
-    """Return causal output [B, H, N, Dv] and state for rows that go on after `state`; arguments as above."""
-    where = lengths, sink, state, learned, policy
-    return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where))
+    """Return causal output [B, H, N, Dv] and state for rows that go on after `state`, None at position 0; see above.
+
+    Behind its length a row has pads only, which no real query of a row from position 0 sees.
+    """
+    where = (lengths, sink, state, learned, policy) if state else (None, sink, None, learned, policy, True, lengths)
+    output, after = BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where))
+    return output, keep_keys(key, value, pattern, lengths) if after is None else after
