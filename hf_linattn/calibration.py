@@ -44,7 +44,7 @@ def calibrate(
 
     Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
-    keeps the parameters and buffers that it had, as a warning says. A single row can only be judged by itself.
+    keeps what it had, as a warning says. A single row can only be judged by itself.
 
     Args:
         model: a patched model.
@@ -56,24 +56,23 @@ def calibrate(
         progress: show a progress bar over the batches; None: where standard error is a terminal.
 
     Returns:
-        Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
-        Layers whose mechanism has nothing to fit are left out. Its `held_back` has the error on the rows held back
-        before and after, and whether the fit was taken.
+        Path of each module that has something to fit -> the error above for each batch before the fit to it. Its
+        `held_back` has the error on the rows held back before and after, and whether the fit was taken.
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite. DataError: too short a
-            text. After an error all parameters and buffers are as they were.
+        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite.
+        DataError: too short a text. After an error all parameters and buffers are as they were.
 
-    >>> import torch, hf_linattn
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = hf_linattn.patch_model(model, "hedgehog")
-    >>> errors = hf_linattn.calibrate(model, [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)], steps=5)
-    >>> list(errors)
-    ['transformer.h.0.attn']
-    >>> list(errors.held_back['transformer.h.0.attn']._fields)
-    ['before', 'after', 'taken']
+    Examples:
+        >>> import torch, hf_linattn
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = hf_linattn.patch_model(model, "hedgehog")
+        >>> batches = [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)]
+        >>> errors = hf_linattn.calibrate(model, batches, steps=5)
+        >>> len(errors["transformer.h.0.attn"]), errors.held_back["transformer.h.0.attn"]._fields
+        (3, ('before', 'after', 'taken'))
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)

@@ -19,7 +19,21 @@ from . import architecture
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode for a while; afterwards every module has the mode it had before."""
+    """Put the model in eval mode for a while; afterwards every module has the mode it had before.
+
+    Args:
+        model: any module.
+
+    Examples:
+        >>> from torch import nn
+        >>> from hf_linattn.evaluation import evaluation_mode
+        >>> model = nn.Dropout()
+        >>> with evaluation_mode(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -53,9 +53,8 @@ def patch_model(
             keeps softmax. Layers of which a plan names key/value heads, as `"heads": "0-2"`, become `by_head`.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
-            counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
-        chunk_feed_forward: at most how many tokens the feed-forward of every layer takes at a time, see
-            `hf_linattn.chunk_feed_forward`; None is all at once. It is not saved with the model.
+            counted by themselves; what is needed of these is cached once. None keeps softmax.
+        chunk_feed_forward: tokens that feed-forwards take at a time, see the function of that name; None: all.
         max_positions: tokens of the longest input, for a model whose positions end before: `extend_positions` with its
             default method. None leaves them alone.
         **options: options of the named mechanism.
@@ -67,11 +66,13 @@ def patch_model(
         UnsupportedModelError: its attention cannot be reached, its feed-forward or heads not be split; it says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
 
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = patch_model(model, "performer", num_features=32)
-    >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
-    torch.Size([32, 8])
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = patch_model(model, "performer", num_features=32)
+        >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
+        torch.Size([32, 8])
     """
     root = _unpatched_root(model)
     with ExitStack() as undo:
@@ -117,8 +118,18 @@ def unpatch_model(model: ModelT) -> ModelT:
     Where parts of it were patched, and not the whole, all of them are undone. A model that is not patched, and whose
     positions were extended, gets those back that it had before the last `extend_positions`.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+
     Raises:
         PatchError: the model is not patched, or is part of one that is patched as a whole.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import is_patched, patch_model, unpatch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> is_patched(unpatch_model(patch_model(model, "linear")))
+        False
     """
     root = architecture.root_model(model)
     extended = not is_patched(root) and undo_last_extension(root)
@@ -130,7 +141,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
-    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time; None: all.
+    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time.
 
     Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
     B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
@@ -145,17 +156,22 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
     It is a choice for this process: it is not saved with the model, and `unpatch_model` undoes it. After an error the
     model is as it was.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+        chunk_size: tokens at a time, at least 1; None is all at once.
+
     Raises:
         PatchError: the model is not patched.
         OptionError: `chunk_size` is no integer of at least 1.
         UnsupportedModelError: the feed-forward of a layer cannot be split: it is no module of its own (OPT, BART), or
             chooses among experts (Mixtral).
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import chunk_feed_forward, patch_model
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
-    >>> chunk_feed_forward(model, 256)
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import chunk_feed_forward, patch_model
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
+        >>> chunk_feed_forward(model, 256)
     """
     root = architecture.root_model(model)
     patch = _patch_of(root)
@@ -171,8 +187,28 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     outside must not be mixed: a decoding state cannot be turned back into keys. The switch is in the model's config:
     threads that run the model meanwhile get the original, too.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+
+    Yields:
+        The model itself.
+
     Raises:
         PatchError: the model is not patched.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import original_attention, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50)).eval()
+        >>> tokens = torch.arange(8)[None]
+        >>> before = model(tokens).logits
+        >>> model = patch_model(model, "linear")
+        >>> with original_attention(model):
+        ...     torch.equal(model(tokens).logits, before)
+        True
+        >>> torch.equal(model(tokens).logits, before)
+        False
     """
     switched = [
         (part, patch, config, original, bridge.get_implementation(config))
@@ -190,7 +226,17 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` was applied to the model, the one inside this wrapper, a part of it or what it is part of.
+    """Return whether `patch_model` was applied to a model, to a part of it or to what it is part of.
+
+    Args:
+        model: a transformers model, or a wrapper around one.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import is_patched, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> is_patched(model), is_patched(patch_model(model, "linear"))
+        (False, True)
     """
     return any(bridge.MECHANISM in module._modules for module in architecture.root_model(model).modules())
 
@@ -208,12 +254,41 @@ def rename_patched(model: PreTrainedModel, name: str) -> None:
 
 
 def get_patch_config(model: nn.Module) -> PatchConfig:
-    """Return which mechanism serves which layer; `PatchError` if the model is not patched."""
+    """Return which mechanism serves which layer.
+
+    Args:
+        model: a model that is patched as a whole, or a wrapper around one.
+
+    Raises:
+        PatchError: the model is not patched, or in a part alone.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import get_patch_config, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> get_patch_config(patch_model(model, "linear", layers=[1])).to_dict()["groups"][0]["layers"]
+        [1]
+    """
     return _patch_of(architecture.root_model(model)).config
 
 
 def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
-    """Return path of the attention module -> its mechanism; `PatchError` if the model is not patched."""
+    """Return path of the attention module -> its mechanism; a layer that keeps softmax has one, too.
+
+    Args:
+        model: a patched model, or a wrapper around one.
+
+    Raises:
+        PatchError: the model is not patched.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import get_mechanisms, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> mechanisms = get_mechanisms(patch_model(model, "linear", layers=[1]))
+        >>> {path: mechanism.config.mechanism for path, mechanism in mechanisms.items()}
+        {'transformer.h.0.attn': 'softmax', 'transformer.h.1.attn': 'linear'}
+    """
     return {
         f"{part}.{path}" if part else path: bridge.mechanism_of(module)
         for part, (_, patch) in _patches_of(architecture.root_model(model)).items()

@@ -37,19 +37,21 @@ def layer_sensitivity(
     Args:
         model: a patched language model.
         batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored.
+        progress: show a progress bar.
 
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, or a divergence that is not finite.
         UnsupportedModelError: the model predicts no tokens, as a classifier of texts.
 
-    >>> import torch, hf_linattn
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = hf_linattn.patch_model(model, "linear")
-    >>> loss = hf_linattn.layer_sensitivity(model, [{"input_ids": torch.randint(50, (2, 32))}])
-    >>> list(loss)
-    ['transformer.h.0.attn', 'transformer.h.1.attn']
+    Examples:
+        >>> import torch, hf_linattn
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = hf_linattn.patch_model(model, "linear")
+        >>> loss = hf_linattn.layer_sensitivity(model, [{"input_ids": torch.randint(50, (2, 32))}])
+        >>> list(loss)
+        ['transformer.h.0.attn', 'transformer.h.1.attn']
     """
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
@@ -75,11 +77,18 @@ def layer_sensitivity(
 def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
     """Return the indices of the layers to convert: all but the most sensitive ones, at most `share` of them.
 
-    sensitivity: of `layer_sensitivity`, of which layers that were measured and attend to no encoder count; a plain
-    dict has all layers of a model in order.
+    Args:
+        sensitivity: of `layer_sensitivity`, of which layers that were measured and attend to no encoder count; a plain
+            dict has all layers of a model in order.
+        share: of the layers that keep softmax, at least 0 and below 1.
 
-    >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
-    [0, 2, 3]
+    Raises:
+        OptionError: `share` is out of range.
+
+    Examples:
+        >>> from hf_linattn import choose_layers
+        >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
+        [0, 2, 3]
     """
     require("softmax_share", share, 0 <= share < 1, "at least 0 and below 1")
     layers = getattr(sensitivity, "layers", None)

@@ -82,9 +82,23 @@ def device_of(model: nn.Module) -> Any:
 def whole_windows(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
 ) -> Tensor:
-    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none.
+    """Return the windows of `length` tokens that the texts hold, each of one text: int64 [B, N].
 
-    add_special_tokens: those that the tokenizer puts around a text; False for one that a chat template wrote.
+    Args:
+        tokenizer: of any kind.
+        texts: documents; those with less than `length` tokens give no window.
+        length: tokens of a window.
+        add_special_tokens: those that the tokenizer puts around a text; False for one that a chat template wrote.
+
+    Raises:
+        OptionError: no text has so long a window.
+
+    Examples:
+        >>> from hf_linattn.evaluation import whole_windows
+        >>> tokenizer = lambda texts, **_: {"input_ids": [list(text.encode()) for text in texts]}
+        >>> whole_windows(tokenizer, ["abcde", "f"], 2)
+        tensor([[ 97,  98],
+                [ 99, 100]])
     """
     return windows_of_documents(tokenizer, texts, length, add_special_tokens)[0]
 

@@ -44,7 +44,25 @@ def embed(
 ) -> Tensor:
     """Return the means of the last hidden states over each text's tokens, of length 1: [texts, width], float32.
 
-    The model is an encoder whose output has `last_hidden_state`; texts are cut to `max_length` tokens.
+    Args:
+        model: an encoder whose output has `last_hidden_state`.
+        tokenizer: the model's own.
+        texts: of any lengths.
+        max_length: tokens that texts are cut to.
+        batch_size: texts per forward.
+        progress: show a progress bar.
+
+    Raises:
+        OptionError: `max_length` is below 1.
+
+    Examples:
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import embed
+        >>> name = "sentence-transformers/all-MiniLM-L6-v2"
+        >>> model = patch_model(AutoModel.from_pretrained(name), "linear")  # doctest: +SKIP
+        >>> embed(model, AutoTokenizer.from_pretrained(name), ["a text", "another"]).shape  # doctest: +SKIP
+        torch.Size([2, 384])
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
     device = architecture.root_model(model).device
@@ -91,11 +109,21 @@ def retrieval(
     """Measure an embedding model on paragraphs that nobody had to label.
 
     Args:
+        model: as for `embed`.
+        tokenizer: as for `embed`.
         articles: the paragraphs of each article; halves are cut at the middle word.
         k: how many answers count for the recall.
+        max_length: as for `embed`.
+        batch_size: as for `embed`.
+        progress: show progress bars.
 
     Raises:
         OptionError: fewer than two articles, k below 1, or an embedding that is not finite.
+
+    Examples:
+        >>> from hf_linattn.evaluation import retrieval
+        >>> articles = [["one two three four", "five six"], ["seven eight", "nine ten"]]
+        >>> retrieval(model, tokenizer, articles)["recall"]  # doctest: +SKIP
     """
     require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
     require("k", k, k >= 1, "at least 1")

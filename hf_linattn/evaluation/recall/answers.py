@@ -28,8 +28,11 @@ class RecallAnswer(TypedDict):
     """What a model answers to one prompt.
 
     Attributes:
-        task, length, depth: of the prompt.
-        answers: texts that a right answer contains. written: the model's greedy continuation.
+        task: of the prompt.
+        length: of the prompt.
+        depth: of the prompt.
+        answers: texts that a right answer contains.
+        written: the model's greedy continuation.
         found: share of the answers in it; of a multiple choice 1 or 0, whether its first word is the right letter.
         log_likelihood: of the right continuation, in nats.
         rank: of the right continuation's log-likelihood among those of the wrong ones, 1 is the greatest; a wrong one
@@ -72,13 +75,21 @@ def answer_prompts(
 
     Args:
         model: with a causal language-modelling head, patched or not.
+        tokenizer: the model's own.
+        prompts: of one task, as `make_prompts` writes them.
         batch_size: prompts per forward; it changes nothing but rounding.
+        progress: show a progress bar.
 
     Raises:
         OptionError: `batch_size` is below 1, a prompt with its answer is longer than the model's positions, or a
             log-likelihood is not finite.
         DataError: there are no prompts, or they have not all as many wrong answers: give those of one task at a time.
         UnsupportedModelError: the model has no causal language-modelling head.
+
+    Examples:
+        >>> from hf_linattn.evaluation import answer_prompts, make_prompts
+        >>> prompts = make_prompts("single_noise", tokenizer, 1024, count=4)  # doctest: +SKIP
+        >>> [answer["found"] for answer in answer_prompts(model, tokenizer, prompts)]  # doctest: +SKIP
     """
     if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
         raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
