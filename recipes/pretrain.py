@@ -51,7 +51,7 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.config import require, require_count
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation import perplexity
@@ -391,7 +391,7 @@ def main() -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pretrain-") as scratch:
         log = train(options, Path(scratch) / "new")
-    write_text(target / "training_log.json", json.dumps(log, indent=1) + "\n")
+    write_json(target / "training_log.json", log)
     logger.info(json.dumps({name: value for name, value in log.items() if name != "history"}, indent=1))
 
 

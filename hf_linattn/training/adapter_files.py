@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
 from hf_linattn.architecture import root_model
-from hf_linattn.atomic_io import write_text, write_whole
+from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.errors import CheckpointError, PatchError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.position_tables import position_tables
@@ -225,7 +225,7 @@ def save_adapter(
     write_whole(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     plain = described.to_dict()
     lists = {name: sorted(value) if isinstance(value, set) else value for name, value in plain.items()}
-    write_text(folder / CONFIG_FILE, json.dumps(lists, indent=2, sort_keys=True) + "\n")
+    write_json(folder / CONFIG_FILE, lists, indent=2, sort_keys=True)
 
 
 def summed(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
