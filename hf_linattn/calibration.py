@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .architecture import root_model
@@ -19,7 +18,7 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
@@ -83,7 +82,7 @@ def calibrate(
     with in_fast_dtype(model), ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
-            found = _fit(model, mechanisms, fitted, steps, _shown(batches, progress))
+            found = _fit(model, mechanisms, fitted, steps, progress_bar(batches, desc="calibrate", progress=progress))
         undo.pop_all()
     return found
 
@@ -118,11 +117,6 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
-
-
-def _shown(batches: Iterable[Any], progress: bool | None) -> Iterable[Any]:
-    """Return batches with a bar; tqdm's None is ours."""
-    return tqdm(batches, desc="calibrate", disable=None if progress is None else not progress)
 
 
 def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
-from .inference import accepted, evaluation_mode, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
@@ -27,7 +26,7 @@ class Sensitivity(dict[str, float]):
 
 @torch.no_grad()
 def layer_sensitivity(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool = False
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool | None = None
 ) -> Sensitivity:
     """Return path of the attention module -> mean KL(original || that layer converted), in nats per real token.
 
@@ -37,7 +36,7 @@ def layer_sensitivity(
     Args:
         model: a patched language model.
         batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         PatchError: the model is not patched.
@@ -56,7 +55,7 @@ def layer_sensitivity(
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
-        for number, batch in enumerate(tqdm(batches, desc="layer sensitivity", disable=not progress)):
+        for number, batch in enumerate(progress_bar(batches, desc="layer sensitivity", progress=progress)):
             inputs = without_labels(batch) | accepted(model, use_cache=False)
             original = _predict(model, inputs, {})
             real = real_tokens(inputs, original)

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..config import require
-from ..inference import accepted, evaluation_mode, kept_generators
+from ..inference import accepted, evaluation_mode, kept_generators, progress_bar
 from .next_token import device_of, token_losses
 from .perplexity import position_limit
 
@@ -78,7 +77,7 @@ def check_generation(
     teacher: nn.Module | None = None,
     new_tokens: int = 64,
     batch_size: int = 16,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> GenerationRow:
     """Continue prompts greedily, one by one with a cache, and compare with a forward without one and with batches.
 
@@ -88,7 +87,7 @@ def check_generation(
         teacher: whose perplexity of the continuations is given, such as the original.
         new_tokens: by how many tokens each prompt is continued.
         batch_size: prompts in a batch.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: no prompts or an empty one, an option out of range, or more tokens than the model has positions.
@@ -108,7 +107,7 @@ def check_generation(
     require("new_tokens", new_tokens, fits, most)
     require("batch_size", batch_size, batch_size >= 1, "at least 1")
     rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
-    bar = tqdm(rows, desc="generation", unit="prompt", disable=not progress)
+    bar = progress_bar(rows, desc="generation", unit="prompt", progress=progress)
     alone = [continuations(model, row[None], new_tokens)[0] for row in bar]
     gaps = torch.stack([_gaps(model, row, text) for row, text in zip(rows, alone, strict=True)])
     batches = [_in_batch(model, rows[i : i + batch_size], new_tokens) for i in range(0, len(rows), batch_size)]

@@ -24,14 +24,13 @@ from datasets import Features, Value
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .. import architecture
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
-from ..inference import evaluation_mode, padding_token
+from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
 from ..position_tables import position_tables
 from .next_token import logits_of_parts
@@ -131,7 +130,7 @@ def perplexity(
     mask_probability: float = 0.15,
     max_tokens: int | None = None,
     answers: Sequence[Places] | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> PerplexityResult:
     """Return the perplexity of a causal or masked language model on `texts`.
 
@@ -150,7 +149,7 @@ def perplexity(
             `answers` as many whole documents are read, spaced evenly, and one at least: answers stand at the end.
         answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
             scored. The texts then are as a chat template wrote them, and get no special tokens more.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: an option out of range, or `max_length` beyond the positions of model or mechanisms.
@@ -174,7 +173,7 @@ def perplexity(
         raise DataError(f"texts: none of the {len(documents)} {NOTHING_SCORED[answers is not None]}")
     windows.sort(key=lambda window: len(window.input_ids), reverse=True)  # so that batches hold little padding
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
-    bar = tqdm(batches, desc="perplexity", unit="batch", disable=not progress)
+    bar = progress_bar(batches, desc="perplexity", unit="batch", progress=progress)
     total, num_tokens = _sum_losses(model, bar, padding_token(model, tokenizer), masked)
     loss = total / num_tokens
     value = float(torch.tensor(loss, dtype=torch.float64).exp())

@@ -99,7 +99,7 @@ def long_losses(
     length: int,
     num_windows: int = 16,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
     add_special_tokens: bool = True,
 ) -> LongLosses:
     """Return loss by position and by distance of recurrence on long documents.
@@ -114,7 +114,7 @@ def long_losses(
         length: tokens of a window; 8 times the length that the model was trained on shows what lies beyond.
         num_windows: how many are read at most.
         seed: of the resamples.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
         add_special_tokens: as for `whole_windows`.
 
     Raises:

@@ -8,12 +8,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_finite
-from ..inference import evaluation_mode, padding_token
+from ..inference import evaluation_mode, padding_token, progress_bar
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
 
@@ -40,7 +39,7 @@ def embed(
     *,
     max_length: int = 256,
     batch_size: int = 32,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Tensor:
     """Return the means of the last hidden states over each text's tokens, of length 1: [texts, width], float32.
 
@@ -50,7 +49,7 @@ def embed(
         texts: of any lengths.
         max_length: tokens that texts are cut to.
         batch_size: texts per forward.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: `max_length` is below 1.
@@ -81,7 +80,7 @@ def embed(
 
 
 def in_batches(
-    read: Callable[[Sequence[int]], Tensor], lengths: Sequence[int], batch_size: int, progress: bool = False
+    read: Callable[[Sequence[int]], Tensor], lengths: Sequence[int], batch_size: int, progress: bool | None = False
 ) -> Tensor:
     """Return what `read` makes of texts, given their numbers, in float32 on the CPU: [texts, D].
 
@@ -89,7 +88,7 @@ def in_batches(
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     rows: list[Tensor] = [torch.empty(0)] * len(order)
-    for start in tqdm(range(0, len(order), batch_size), desc="embed", disable=not progress):
+    for start in progress_bar(range(0, len(order), batch_size), desc="embed", progress=progress):
         chosen = order[start : start + batch_size]
         for i, row in zip(chosen, read(chosen).float().cpu(), strict=True):
             rows[i] = row
@@ -104,7 +103,7 @@ def retrieval(
     k: int = 10,
     max_length: int = 256,
     batch_size: int = 32,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Retrieval:
     """Measure an embedding model on paragraphs that nobody had to label.
 
@@ -115,7 +114,7 @@ def retrieval(
         k: how many answers count for the recall.
         max_length: as for `embed`.
         batch_size: as for `embed`.
-        progress: show progress bars.
+        progress: show progress bars; None: where standard error is a terminal.
 
     Raises:
         OptionError: fewer than two articles, k below 1, or an embedding that is not finite.

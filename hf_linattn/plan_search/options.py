@@ -67,7 +67,7 @@ class SearchOptions:
         rounds: of the search `slope`: how often slopes are measured, with the steepest of the rounds before open.
         steps: of the search `gates`.
         learning_rate: of the search `gates`.
-        progress: show progress bars.
+        progress: show progress bars; None: where standard error is a terminal.
     """
 
     tasks: Sequence[str] | None = None
@@ -82,7 +82,7 @@ class SearchOptions:
     rounds: int = 3
     steps: int = 100
     learning_rate: float = 0.05
-    progress: bool = False
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "rounds", "steps"):

@@ -64,7 +64,7 @@ def recall(
     haystack: Sequence[str] | None = None,
     chat: bool = False,
     batch_size: int = 4,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> list[RecallRow]:
     """Return how much of what stands in long prompts a causal language model recalls.
 
