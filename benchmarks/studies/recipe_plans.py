@@ -33,7 +33,7 @@ from benchmarks.tables.memory import PEAKS
 from hf_linattn import patch_model
 from hf_linattn.atomic_io import write_json
 from hf_linattn.dtypes import is_fast
-from hf_linattn.reading import gigabytes
+from hf_linattn.memory_errors import gigabytes
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, long_step, parse_arguments
 from hf_linattn.training.pipeline import run_recipe

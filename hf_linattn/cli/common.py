@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 
 from ..atomic_io import write_json
+from ..command_errors import exit_with_one_line
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
-from ..reading import exit_with_one_line, reading
+from ..reading import reading
 from ..training.file_types import FILE_BUILDERS
 
 if TYPE_CHECKING:
