@@ -8,19 +8,17 @@ that torch.compile compiles as a whole takes PyTorch's operations.
 
 from __future__ import annotations
 
-from torch import nn
-
 from .config import require_known
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .ops.dispatch import POLICIES
-from .patching import get_mechanisms
+from .patching import ModelT, get_mechanisms
 
 
-def set_backend(model: nn.Module, backend: str) -> None:
-    """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
+def set_backend(model: ModelT, backend: str) -> ModelT:
+    """Choose how the mechanisms of a patched model work through long causal inputs, and return it; it is not saved.
 
     `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `csrc` for what it knows, if it
     was built (`hf-linattn env` says so), else PyTorch's operations. The C knows `linear` with its feature maps, packed
@@ -44,8 +42,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
     What else continues a state, and bidirectional layers of `linformer`, take PyTorch's operations. On Hopper the
     kernels use products of warp groups if the `ptxas` that Triton calls is that of CUDA 13.3 or later, as older ones
     get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for older ones `pip install
-    nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's
-    interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    nvidia-cuda-nvcc` does, for the variable `TRITON_PTXAS_PATH` to name. `TRITON_INTERPRET=1` is for tests on a CPU.
 
     What `torch.compile` or `torch.export` records is made of PyTorch's operations; with `"triton"` a warning says so.
     The environment variable `HF_LINATTN_BACKEND=torch`, read when the library is imported, makes that the default: to
@@ -65,7 +62,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         >>> from hf_linattn import patch_model, set_backend
         >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
         >>> model = patch_model(LlamaForCausalLM(config), "linear")
-        >>> set_backend(model, "compile")
+        >>> model = set_backend(model, "compile")
     """
     require_known("backend", backend, POLICIES)
     mechanisms = [x for x in get_mechanisms(model).values() if not isinstance(x, SoftmaxMechanism)]
@@ -79,6 +76,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         require_triton()  # what is missing is missed before anything changes
     for mechanism in mechanisms:
         use_backend(mechanism, backend)
+    return model
 
 
 def use_backend(mechanism: Mechanism, backend: str) -> None:

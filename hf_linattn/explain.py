@@ -105,7 +105,7 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
         >>> from hf_linattn import explain_backend, patch_model, set_backend
         >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = patch_model(LlamaForCausalLM(config), "linear")
-        >>> set_backend(model, "torch")
+        >>> model = set_backend(model, "torch")
         >>> print(explain_backend(model, torch.arange(9)[None]))
         layer  mechanism  backend  forward  backward  one token
         0      linear     torch    torch    torch     torch

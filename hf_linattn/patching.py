@@ -140,8 +140,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     return model
 
 
-def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
-    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time.
+def chunk_feed_forward(model: ModelT, chunk_size: int | None) -> ModelT:
+    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time; return it.
 
     Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
     B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
@@ -171,12 +171,13 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
         >>> from hf_linattn import chunk_feed_forward, patch_model
         >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
         >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
-        >>> chunk_feed_forward(model, 256)
+        >>> model = chunk_feed_forward(model, 256)
     """
     root = architecture.root_model(model)
     patch = _patch_of(root)
     patch.chunk(_feed_forwards(root, patch.attention, chunk_size), chunk_size or 0)
     _forget_compiled(model)
+    return model
 
 
 @contextmanager
