@@ -16,7 +16,6 @@ installed, is one of the competitors. What was measured is written after every c
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from benchmarks.measure.targets import FASTER
 from benchmarks.measure.timed import timed_config
 from benchmarks.render import write_tables
 from benchmarks.result_files import RESULTS
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.backends import require_triton
 from hf_linattn.config import require_known
 from hf_linattn.mechanisms import MECHANISMS
@@ -172,7 +171,7 @@ def main(
         plan = PLANS["quick" if quick else kind]
 
         def save(document: dict[str, Any]) -> None:
-            write_text(path, json.dumps(document, indent=1) + "\n")
+            write_json(path, document)
 
         failures = measure(plan, torch.device(device), precision, names, backend, until, save)["failures"]
         typer.echo(f"wrote {path}")

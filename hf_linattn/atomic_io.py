@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,3 +24,8 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """Write a text file, whole or not at all."""
     return write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, data: Any, indent: int = 1, sort_keys: bool = False) -> Path:
+    """Write a JSON file, whole or not at all."""
+    return write_text(path, json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n")

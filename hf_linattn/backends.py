@@ -8,28 +8,25 @@ that torch.compile compiles as a whole takes PyTorch's operations.
 
 from __future__ import annotations
 
-from torch import nn
-
 from .config import require_known
 from .errors import OptionError
 from .mechanisms import Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
 from .ops.dispatch import POLICIES
-from .patching import get_mechanisms
+from .patching import ModelT, get_mechanisms
 
 
-def set_backend(model: nn.Module, backend: str) -> None:
-    """Choose how the mechanisms of a patched model work through long causal inputs; it is not saved with the model.
+def set_backend(model: ModelT, backend: str) -> ModelT:
+    """Choose how the mechanisms of a patched model work through long causal inputs, and return it; it is not saved.
 
-    `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `csrc` for what it knows,
-    if it was built (`hf-linattn env` says so), and PyTorch's own operations for everything else. It knows `linear`
-    with its feature maps, packed rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse mechanisms,
-    all with their backward passes, and in `eval()` mode without gradients patterns with parameters, too. All but
-    `lsh` read half precision as it is. Products of bfloat16 are made by the processor's matrix unit (AMX) if it has
-    one, and so are those of float32, rounded after `torch.set_float32_matmul_precision("medium")`, else with all of
-    their digits in three parts, where that is faster. On a Hopper GPU it is what `"triton"` is, if Triton is installed
-    and calls a `ptxas` it can trust, see below. `"torch"` takes PyTorch's operations alone.
+    `"auto"`, the default, takes the fastest way that was installed: on a CPU the C of `csrc` for what it knows, if it
+    was built (`hf-linattn env` says so), else PyTorch's operations. The C knows `linear` with its feature maps, packed
+    rows included, `hybrid`, causal `linformer`, `lsh` and the block-sparse mechanisms, forward and back, and without
+    gradients patterns with parameters, too. All but `lsh` read half precision as it is. Products of bfloat16 are made
+    by the matrix unit (AMX) if there is one, and those of float32 where that is faster: rounded after
+    `torch.set_float32_matmul_precision("medium")`, else with all digits in three parts. On a Hopper GPU it is
+    `"triton"`, if that is installed with a `ptxas` it can trust. `"torch"` takes PyTorch's operations alone.
 
     `"compile"` compiles (with the C++ compiler that `torch.compile` needs, half a minute at first) what `linear`, its
     feature maps and `hybrid` do with 1,024 tokens, for inputs of 2,048 and more: for devices and machines without the
@@ -45,26 +42,27 @@ def set_backend(model: nn.Module, backend: str) -> None:
     What else continues a state, and bidirectional layers of `linformer`, take PyTorch's operations. On Hopper the
     kernels use products of warp groups if the `ptxas` that Triton calls is that of CUDA 13.3 or later, as older ones
     get them wrong (`ops.runtime.triton.is_large`): Triton 3.9 brings one, and for older ones `pip install
-    nvidia-cuda-nvcc` does, for the environment variable `TRITON_PTXAS_PATH` to name. On a CPU it runs in Triton's
-    interpreter, `TRITON_INTERPRET=1`, which is for tests.
+    nvidia-cuda-nvcc` does, for the variable `TRITON_PTXAS_PATH` to name. `TRITON_INTERPRET=1` is for tests on a CPU.
 
-    What `torch.compile` or `torch.export` records is made of PyTorch's operations, whatever was chosen. With
-    `"triton"` a warning says so, once.
+    What `torch.compile` or `torch.export` records is made of PyTorch's operations; with `"triton"` a warning says so.
+    The environment variable `HF_LINATTN_BACKEND=torch`, read when the library is imported, makes that the default: to
+    see whether an error comes from the C. `explain_backend(model, inputs)` shows what each layer takes, and why.
 
-    The environment variable `HF_LINATTN_BACKEND`, read once when the library is imported, makes `"torch"` what models
-    are patched with, in place of `"auto"`: to see whether an error comes from the C.
-
-    `explain_backend(model, inputs)` shows what each layer then takes, and why nothing faster.
+    Args:
+        model: a patched model.
+        backend: `"auto"`, `"torch"`, `"compile"` or `"triton"`.
 
     Raises:
-        UnknownNameError: there is no such backend. OptionError: a mechanism of the model does not know it, or Triton
-        is not installed. PatchError: the model is not patched.
+        UnknownNameError: there is no such backend.
+        OptionError: a mechanism of the model does not know it, or Triton is not installed.
+        PatchError: the model is not patched.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import patch_model, set_backend
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    >>> model = patch_model(LlamaForCausalLM(config), "linear")
-    >>> set_backend(model, "compile")
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model, set_backend
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> model = set_backend(model, "compile")
     """
     require_known("backend", backend, POLICIES)
     mechanisms = [x for x in get_mechanisms(model).values() if not isinstance(x, SoftmaxMechanism)]
@@ -78,6 +76,7 @@ def set_backend(model: nn.Module, backend: str) -> None:
         require_triton()  # what is missing is missed before anything changes
     for mechanism in mechanisms:
         use_backend(mechanism, backend)
+    return model
 
 
 def use_backend(mechanism: Mechanism, backend: str) -> None:

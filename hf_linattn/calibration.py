@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .architecture import root_model
@@ -19,7 +18,7 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
@@ -44,7 +43,7 @@ def calibrate(
 
     Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
-    keeps the parameters and buffers that it had, as a warning says. A single row can only be judged by itself.
+    keeps what it had, as a warning says. A single row can only be judged by itself.
 
     Args:
         model: a patched model.
@@ -56,24 +55,23 @@ def calibrate(
         progress: show a progress bar over the batches; None: where standard error is a terminal.
 
     Returns:
-        Path of the attention module -> the error above for each batch, before the layer was fitted to it: unseen text.
-        Layers whose mechanism has nothing to fit are left out. Its `held_back` has the error on the rows held back
-        before and after, and whether the fit was taken.
+        Path of each module that has something to fit -> the error above for each batch before the fit to it. Its
+        `held_back` has the error on the rows held back before and after, and whether the fit was taken.
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite. DataError: too short a
-            text. After an error all parameters and buffers are as they were.
+        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite.
+        DataError: too short a text. After an error all parameters and buffers are as they were.
 
-    >>> import torch, hf_linattn
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = hf_linattn.patch_model(model, "hedgehog")
-    >>> errors = hf_linattn.calibrate(model, [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)], steps=5)
-    >>> list(errors)
-    ['transformer.h.0.attn']
-    >>> list(errors.held_back['transformer.h.0.attn']._fields)
-    ['before', 'after', 'taken']
+    Examples:
+        >>> import torch, hf_linattn
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = hf_linattn.patch_model(model, "hedgehog")
+        >>> batches = [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)]
+        >>> errors = hf_linattn.calibrate(model, batches, steps=5)
+        >>> len(errors["transformer.h.0.attn"]), errors.held_back["transformer.h.0.attn"]._fields
+        (3, ('before', 'after', 'taken'))
     """
     require_count("steps", steps)
     mechanisms = get_mechanisms(model)
@@ -84,7 +82,7 @@ def calibrate(
     with in_fast_dtype(model), ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
-            found = _fit(model, mechanisms, fitted, steps, _shown(batches, progress))
+            found = _fit(model, mechanisms, fitted, steps, progress_bar(batches, desc="calibrate", progress=progress))
         undo.pop_all()
     return found
 
@@ -119,11 +117,6 @@ def _fit(
                 show(batch)
 
     return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
-
-
-def _shown(batches: Iterable[Any], progress: bool | None) -> Iterable[Any]:
-    """Return batches with a bar; tqdm's None is ours."""
-    return tqdm(batches, desc="calibrate", disable=None if progress is None else not progress)
 
 
 def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:

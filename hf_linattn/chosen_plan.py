@@ -58,10 +58,17 @@ class PlanRecord:
 class ChosenPlan(list[dict[str, Any]]):
     """A plan over layers and key/value heads, as `patch_model` takes it, and the `record` of its choice.
 
-    >>> record = PlanRecord("LlamaForCausalLM", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
-    ...     [[0.1, 0.2], [0.9, 0.3]], "slope", "recall")
-    >>> ChosenPlan.of(record)
-    [{'mechanism': 'linear', 'options': {}, 'layers': [0]}, {'mechanism': 'linear', 'options': {}, 'layers': [1], 'heads': [1]}]
+    Args:
+        entries: those of the plan, as in a list that `patch_model` takes.
+        record: how the plan was chosen, and for which model.
+
+    Examples:
+        >>> from hf_linattn import ChosenPlan
+        >>> from hf_linattn.chosen_plan import PlanRecord
+        >>> record = PlanRecord("LlamaForCausalLM", [2, 2], "head", [[1, 0]], {"mechanism": "linear", "options": {}},
+        ...     [[0.1, 0.2], [0.9, 0.3]], "slope", "recall")
+        >>> ChosenPlan.of(record)
+        [{'mechanism': 'linear', 'options': {}, 'layers': [0]}, {'mechanism': 'linear', 'options': {}, 'layers': [1], 'heads': [1]}]
     """  # noqa: E501  an output of a doctest is one line
 
     record: PlanRecord

@@ -23,6 +23,9 @@ class MechanismConfig:
     """Options that every mechanism takes. A mechanism adds its own fields in a subclass.
 
     Each field carries `metadata={"help": ...}`; values are checked in `__post_init__`, which raises `OptionError`.
+
+    Attributes:
+        seed: of everything random in the mechanism; one stream per layer.
     """
 
     mechanism: ClassVar[str] = ""

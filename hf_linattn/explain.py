@@ -93,21 +93,23 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
     model compiled by `torch.compile` takes PyTorch's operations in place of all that.
 
     Args:
+        model: a patched model.
         inputs: what the model is called with, a dict or token ids [B, N]; labels are left out.
 
     Raises:
         PatchError: the model is not patched.
 
-    >>> import torch
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import explain_backend, patch_model, set_backend
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
-    >>> model = patch_model(LlamaForCausalLM(config), "linear")
-    >>> set_backend(model, "torch")
-    >>> print(explain_backend(model, torch.arange(9)[None]))
-    layer  mechanism  backend  forward  backward  one token
-    0      linear     torch    torch    torch     torch
-    1      linear     torch    torch    torch     torch
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import explain_backend, patch_model, set_backend
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> model = set_backend(model, "torch")
+        >>> print(explain_backend(model, torch.arange(9)[None]))
+        layer  mechanism  backend  forward  backward  one token
+        0      linear     torch    torch    torch     torch
+        1      linear     torch    torch    torch     torch
     """
     mechanisms, rows = get_mechanisms(model), {}
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else without_labels(inputs)

@@ -1,25 +1,40 @@
 """Inference without side effects: evaluation mode, or a device left, for a while; options that a forward accepts.
 
-And global generators that are left as they were.
+And global generators that are left as they were, and progress bars.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 
 from . import architecture
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode for a while; afterwards every module has the mode it had before."""
+    """Put the model in eval mode for a while; afterwards every module has the mode it had before.
+
+    Args:
+        model: any module.
+
+    Examples:
+        >>> from torch import nn
+        >>> from hf_linattn.evaluation import evaluation_mode
+        >>> model = nn.Dropout()
+        >>> with evaluation_mode(model):
+        ...     model.training
+        False
+        >>> model.training
+        True
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -43,6 +58,11 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 def kept_generators(device: torch.device) -> AbstractContextManager[None]:
     """Give the global generators of the CPU and of a device, of whatever kind, the states back that they had."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def progress_bar(items: Iterable[Any] | None = None, *, progress: bool | None, **options: Any) -> Any:
+    """Return items with tqdm's bar; `progress` says whether it is shown, None: where standard error is a terminal."""
+    return tqdm(items, disable=None if progress is None else not progress, **options)
 
 
 def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:

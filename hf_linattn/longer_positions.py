@@ -8,8 +8,7 @@ of the longer one, and what differs between the two is what has to change:
 - A buffer of another shape or content (position ids, token types, causal masks, inverse frequencies) is what
   transformers' initialisation makes it.
 - A number or a name kept on a module (`num_embeddings`, `rope_type`, `attention_scaling`) is that of the longer one.
-
-Rotary positions have no table: their config gets transformers' own rope parameters.
+- Rotary positions have no table: their config gets transformers' own rope parameters.
 """
 
 from __future__ import annotations
@@ -174,9 +173,9 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
 
     The config, the buffers and the tokenizer's `model_max_length` agree with the new length, and so does what
     `save_pretrained` writes: a checkpoint that loads without this library. Train it, or `calibrate` the converted
-    model, on long inputs: the new rows were never trained there. Call it before an optimizer, PEFT or torch.compile
-    take the model. `unpatch_model` of a model that is not patched undoes it, the last one first, with the weights of
-    then; `patch_model(..., max_positions=...)` is a shortcut with the default method, undone with the patch.
+    model, on long inputs: the new rows were never trained there. Call it before an optimizer, PEFT or torch.compile.
+    `unpatch_model` of a model that is not patched undoes the last one, with the weights of then.
+    `patch_model(..., max_positions=...)` is a shortcut with the default method, undone with the patch.
 
     Args:
         model: a transformers model, a part of one, or a wrapper around one; not patched.
@@ -187,16 +186,17 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
 
     Raises:
         OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
-        UnsupportedModelError: there is nothing to extend (no positions, relative biases, ALiBi, a grid of patches), or
-            it cannot be done (weights on the meta device, another rope type already); the message says which.
+        UnsupportedModelError: there is nothing to extend (relative biases, ALiBi), or it cannot be done, as it says.
         PatchError: the model is patched; extend it before.
 
-    >>> from transformers import BertConfig, BertModel
-    >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    >>> model = BertModel(BertConfig(**sizes, vocab_size=50, max_position_embeddings=32)).eval()
-    >>> model = extend_positions(model, 100)
-    >>> model(torch.ones(1, 100, dtype=torch.long)).last_hidden_state.shape, model.config.max_position_embeddings
-    (torch.Size([1, 100, 16]), 100)
+    Examples:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from hf_linattn import extend_positions
+        >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        >>> model = extend_positions(BertModel(BertConfig(**sizes, max_position_embeddings=32)).eval(), 100)
+        >>> model(torch.ones(1, 100, dtype=torch.long)).last_hidden_state.shape, model.config.max_position_embeddings
+        (torch.Size([1, 100, 16]), 100)
     """
     root = architecture.root_model(model)
     if any(bridge.MECHANISM in module._modules for module in root.modules()):

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, pinning, saved_config, sliced_masks
+from . import architecture, pinning
 from . import transformers_bridge as bridge
+from .attachment import Patch
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import MechanismConfig, make_config, require_count
@@ -23,93 +22,12 @@ from .errors import OptionError, PatchError
 from .longer_positions import extend_positions, undo_last_extension
 from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
-from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
 
 PATCH = "_hf_linattn_patch"  # the attribute of the outermost transformers model that holds its Patch
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-@dataclass
-class Patch:
-    """Everything that was done to a model, and what it was before."""
-
-    config: PatchConfig
-    attention: dict[str, nn.Module]
-    implementations: list[tuple[PreTrainedConfig, str]]
-    handles: list[RemovableHandle] = field(default_factory=list)
-    owners: list[PreTrainedModel] = field(default_factory=list)
-    feed_forwards: list[FeedForward] = field(default_factory=list)
-    exact: list[nn.Module] = field(default_factory=list)
-    names: list[tuple[Any, str, str]] = field(default_factory=list)
-    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
-    extended: bool = False
-
-    @classmethod
-    def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
-        """Remember what attention modules compute now, and the models that make their masks."""
-        configs = pinning.configs_of([*attention.values(), *bridge.owners(model, attention)])
-        softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
-        chosen = [(c, bridge.get_implementation(c)) for c in configs]
-        return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
-
-    def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
-        """Put mechanisms, hooks and the attention implementation in place."""
-        require_heads_apart(model, self.attention, mechanisms)
-        for path, module in self.attention.items():
-            setattr(module, bridge.MECHANISM, mechanisms[path].train(module.training))
-            self.handles.append(module.register_forward_pre_hook(bridge.attention_pre_hook, with_kwargs=True))
-            self.handles.append(
-                module.register_forward_hook(bridge.attention_post_hook, with_kwargs=True, always_call=True)
-            )
-        for owner, record in bridge.base_models(model, self.attention).items():
-            setattr(owner, bridge.RECORD, record)
-            self.owners.append(owner)
-            self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
-            self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
-            self.handles.append(owner.register_forward_hook(bridge.model_end_hook, with_kwargs=True, always_call=True))
-        self.exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
-        for module in self.exact:
-            setattr(module, pinning.EXACT, True)
-        for config, _ in self.implementations:
-            bridge.set_implementation(config, bridge.IMPLEMENTATION)
-            pinning.pin_config(config)
-        saved_config.mark_config(model.config, self.config.to_dict())
-        self.replaced += pinning.forbid_paging(model) + sliced_masks.keep_key_masks(model)
-        self.names = pinning.take_names(model)
-
-    def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
-        """Split these feed-forwards into chunks of tokens, and no others."""
-        for feed_forward in self.feed_forwards:
-            feed_forward.detach()
-        self.feed_forwards = feed_forwards
-        for feed_forward in feed_forwards:
-            feed_forward.attach(chunk_size)
-
-    def detach(self, model: PreTrainedModel) -> None:
-        """Undo `attach` and `chunk`, also one that stopped half-way."""
-        self.chunk([], 0)
-        pinning.give_names(self.names)
-        for part, method in self.replaced:
-            delattr(part, method)
-        saved_config.unmark_config(model.config)
-        for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
-            pinning.unpin_config(config)
-            bridge.set_implementation(config, original)
-        for module in self.exact:
-            if hasattr(module, pinning.EXACT):
-                delattr(module, pinning.EXACT)
-        for handle in self.handles:
-            handle.remove()
-        for owner in self.owners:
-            delattr(owner, bridge.RECORD)
-        for module in self.attention.values():
-            if hasattr(module, bridge.MECHANISM):
-                delattr(module, bridge.MECHANISM)
-        if self.extended:
-            undo_last_extension(model)
 
 
 def patch_model(
@@ -135,9 +53,8 @@ def patch_model(
             keeps softmax. Layers of which a plan names key/value heads, as `"heads": "0-2"`, become `by_head`.
         layers: with a name or config: which layers, as `3`, `"0-5"`, `"0-2,7"` or `[6, 7]`; None is all.
         cross_attention: as `mechanism`, with options as in a plan, for layers that attend to an encoder's tokens,
-            counted by themselves; what is needed of these is computed once and cached. None keeps softmax.
-        chunk_feed_forward: at most how many tokens the feed-forward of every layer takes at a time, see
-            `hf_linattn.chunk_feed_forward`; None is all at once. It is not saved with the model.
+            counted by themselves; what is needed of these is cached once. None keeps softmax.
+        chunk_feed_forward: tokens that feed-forwards take at a time, see the function of that name; None: all.
         max_positions: tokens of the longest input, for a model whose positions end before: `extend_positions` with its
             default method. None leaves them alone.
         **options: options of the named mechanism.
@@ -149,11 +66,13 @@ def patch_model(
         UnsupportedModelError: its attention cannot be reached, its feed-forward or heads not be split; it says why.
         UnsupportedModeError: the mechanism lacks the causal, bidirectional or cross form the model needs.
 
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = patch_model(model, "performer", num_features=32)
-    >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
-    torch.Size([32, 8])
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = patch_model(model, "performer", num_features=32)
+        >>> model.transformer.h[0].attn.hf_linattn.feature_map.projection.shape
+        torch.Size([32, 8])
     """
     root = _unpatched_root(model)
     with ExitStack() as undo:
@@ -199,8 +118,18 @@ def unpatch_model(model: ModelT) -> ModelT:
     Where parts of it were patched, and not the whole, all of them are undone. A model that is not patched, and whose
     positions were extended, gets those back that it had before the last `extend_positions`.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+
     Raises:
         PatchError: the model is not patched, or is part of one that is patched as a whole.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import is_patched, patch_model, unpatch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> is_patched(unpatch_model(patch_model(model, "linear")))
+        False
     """
     root = architecture.root_model(model)
     extended = not is_patched(root) and undo_last_extension(root)
@@ -211,8 +140,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     return model
 
 
-def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
-    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time; None: all.
+def chunk_feed_forward(model: ModelT, chunk_size: int | None) -> ModelT:
+    """Have the feed-forward of every layer of a patched model take at most `chunk_size` tokens at a time; return it.
 
     Its activations, several times as wide as the hidden states, then exist for `chunk_size` tokens and not for all
     B x N; the tokens of a batch count together. Where gradients are recorded they are made again in the backward pass,
@@ -227,22 +156,28 @@ def chunk_feed_forward(model: nn.Module, chunk_size: int | None) -> None:
     It is a choice for this process: it is not saved with the model, and `unpatch_model` undoes it. After an error the
     model is as it was.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+        chunk_size: tokens at a time, at least 1; None is all at once.
+
     Raises:
         PatchError: the model is not patched.
         OptionError: `chunk_size` is no integer of at least 1.
         UnsupportedModelError: the feed-forward of a layer cannot be split: it is no module of its own (OPT, BART), or
             chooses among experts (Mixtral).
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import chunk_feed_forward, patch_model
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
-    >>> chunk_feed_forward(model, 256)
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import chunk_feed_forward, patch_model
+        >>> config = LlamaConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear", chunk_feed_forward=512)
+        >>> model = chunk_feed_forward(model, 256)
     """
     root = architecture.root_model(model)
     patch = _patch_of(root)
     patch.chunk(_feed_forwards(root, patch.attention, chunk_size), chunk_size or 0)
     _forget_compiled(model)
+    return model
 
 
 @contextmanager
@@ -253,8 +188,28 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     outside must not be mixed: a decoding state cannot be turned back into keys. The switch is in the model's config:
     threads that run the model meanwhile get the original, too.
 
+    Args:
+        model: a patched model, or a wrapper around one.
+
+    Yields:
+        The model itself.
+
     Raises:
         PatchError: the model is not patched.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import original_attention, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50)).eval()
+        >>> tokens = torch.arange(8)[None]
+        >>> before = model(tokens).logits
+        >>> model = patch_model(model, "linear")
+        >>> with original_attention(model):
+        ...     torch.equal(model(tokens).logits, before)
+        True
+        >>> torch.equal(model(tokens).logits, before)
+        False
     """
     switched = [
         (part, patch, config, original, bridge.get_implementation(config))
@@ -272,7 +227,17 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` was applied to the model, the one inside this wrapper, a part of it or what it is part of.
+    """Return whether `patch_model` was applied to a model, to a part of it or to what it is part of.
+
+    Args:
+        model: a transformers model, or a wrapper around one.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import is_patched, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> is_patched(model), is_patched(patch_model(model, "linear"))
+        (False, True)
     """
     return any(bridge.MECHANISM in module._modules for module in architecture.root_model(model).modules())
 
@@ -290,12 +255,41 @@ def rename_patched(model: PreTrainedModel, name: str) -> None:
 
 
 def get_patch_config(model: nn.Module) -> PatchConfig:
-    """Return which mechanism serves which layer; `PatchError` if the model is not patched."""
+    """Return which mechanism serves which layer.
+
+    Args:
+        model: a model that is patched as a whole, or a wrapper around one.
+
+    Raises:
+        PatchError: the model is not patched, or in a part alone.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import get_patch_config, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> get_patch_config(patch_model(model, "linear", layers=[1])).to_dict()["groups"][0]["layers"]
+        [1]
+    """
     return _patch_of(architecture.root_model(model)).config
 
 
 def get_mechanisms(model: nn.Module) -> dict[str, Mechanism]:
-    """Return path of the attention module -> its mechanism; `PatchError` if the model is not patched."""
+    """Return path of the attention module -> its mechanism; a layer that keeps softmax has one, too.
+
+    Args:
+        model: a patched model, or a wrapper around one.
+
+    Raises:
+        PatchError: the model is not patched.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn import get_mechanisms, patch_model
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> mechanisms = get_mechanisms(patch_model(model, "linear", layers=[1]))
+        >>> {path: mechanism.config.mechanism for path, mechanism in mechanisms.items()}
+        {'transformer.h.0.attn': 'softmax', 'transformer.h.1.attn': 'linear'}
+    """
     return {
         f"{part}.{path}" if part else path: bridge.mechanism_of(module)
         for part, (_, patch) in _patches_of(architecture.root_model(model)).items()

@@ -31,6 +31,11 @@ class PatchConfig:
         layers: layer index -> options. A layer that is not listed keeps the original softmax attention.
         num_layers: how many self-attention layers the model has.
         cross: the same for the layers that attend to an encoder's tokens; None if all keep theirs.
+
+    Examples:
+        >>> from hf_linattn import PatchConfig
+        >>> PatchConfig.from_plan({"linear": "1-2"}, num_layers=4).count
+        2
     """
 
     layers: dict[int, MechanismConfig]

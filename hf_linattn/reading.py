@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,75 +99,3 @@ def one_line(error: BaseException) -> str:
     'no such file'
     """
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-# what PyTorch and NumPy say of memory that they did not get, on GPUs and on CPUs
-NO_MEMORY = re.compile(r"(?i)out of memory|not enough memory|can't allocate memory|unable to allocate|bad_alloc")
-TORCH_MEMORY = "OutOfMemoryError"  # by its name: commands that need no PyTorch ask, too
-SIZE = re.compile(r"(?i)allocate (\d+(?:\.\d+)?) ?(bytes|[KMGTP]i?B)")
-UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there was no memory for a tensor.
-
-    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."))
-    True
-    """
-    known = isinstance(error, MemoryError) or type(error).__name__ == TORCH_MEMORY
-    return known or (isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error))))
-
-
-def size_said(error: BaseException) -> str:
-    """Return how large the tensor was for which there was no memory, or else what was said.
-
-    >>> size_said(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."))
-    'at a tensor of 2.15 GB'
-    """
-    found = SIZE.search(str(error))
-    if found is None:
-        return one_line(error)
-    return f"at a tensor of {gigabytes(float(found[1]) * UNITS[found[2][0].upper()])}"
-
-
-def gigabytes(count: float) -> str:
-    """Return a number of bytes in GB, which are 10^9.
-
-    >>> gigabytes(1_234_000_000)
-    '1.23 GB'
-    """
-    return f"{count / 1e9:.2f} GB"
-
-
-# what a command says in one line, beside memory that ran out; all else is a fault of the library with its traceback
-SAID = (HfLinattnError, OSError, ValueError, ImportError)
-TRACEBACK = "HF_LINATTN_TRACEBACK"
-
-
-def told_in_one_line(error: BaseException) -> str:
-    """Return what a command says of an error that ended it: what happened and what to do about it.
-
-    >>> told_in_one_line(OSError("no space left on device"))
-    'OSError: no space left on device; look at the path, the connection and the space on the disk, ...'
-    """
-    if isinstance(error, HfLinattnError):
-        return f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError):
-        return f"this command needs {error.name}; run pip install 'hf_linattn[all]'"
-    traceback = f"set {TRACEBACK}=1 to see where it came from"
-    if is_out_of_memory(error):
-        helps = "give a smaller length, batch_size or model, or dtype bfloat16"
-        return f"{type(error).__name__}: memory runs out, {size_said(error)}; {helps}, or {traceback}"
-    look = "the path, the connection and the space on the disk" if isinstance(error, OSError) else "the options given"
-    return f"{type(error).__name__}: {one_line(error)}; look at {look}, or {traceback}"
-
-
-@contextmanager
-def exit_with_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and one line in place of a traceback; see `told_in_one_line`."""
-    try:
-        yield
-    except (*SAID, RuntimeError, MemoryError) as error:
-        if os.environ.get(TRACEBACK) or not (isinstance(error, SAID) or is_out_of_memory(error)):
-            raise
-        raise SystemExit(told_in_one_line(error)) from error

@@ -35,7 +35,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from .atomic_io import write_text
+from .atomic_io import write_json, write_text
 from .checkpoint_config import MODEL_TYPE, HfLinattnConfig
 from .errors import CheckpointError, UnsupportedModelError
 from .pinning import PinnedConfigMixin, base_class, unpin_config
@@ -88,7 +88,7 @@ class LinearizedConfigMixin(PinnedConfigMixin):
         }
         path = Path(json_file_path)
         write_text(path.with_name(f"{SHIM}.py"), SHIM_CODE)
-        write_text(path, json.dumps(outer, indent=2, sort_keys=True) + "\n")
+        write_json(path, outer, indent=2, sort_keys=True)
 
 
 def size_field(config: Any) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
-from .inference import accepted, evaluation_mode, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
@@ -27,7 +26,7 @@ class Sensitivity(dict[str, float]):
 
 @torch.no_grad()
 def layer_sensitivity(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool = False
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, progress: bool | None = None
 ) -> Sensitivity:
     """Return path of the attention module -> mean KL(original || that layer converted), in nats per real token.
 
@@ -37,24 +36,26 @@ def layer_sensitivity(
     Args:
         model: a patched language model.
         batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, or a divergence that is not finite.
         UnsupportedModelError: the model predicts no tokens, as a classifier of texts.
 
-    >>> import torch, hf_linattn
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
-    >>> model = hf_linattn.patch_model(model, "linear")
-    >>> loss = hf_linattn.layer_sensitivity(model, [{"input_ids": torch.randint(50, (2, 32))}])
-    >>> list(loss)
-    ['transformer.h.0.attn', 'transformer.h.1.attn']
+    Examples:
+        >>> import torch, hf_linattn
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = hf_linattn.patch_model(model, "linear")
+        >>> loss = hf_linattn.layer_sensitivity(model, [{"input_ids": torch.randint(50, (2, 32))}])
+        >>> list(loss)
+        ['transformer.h.0.attn', 'transformer.h.1.attn']
     """
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
-        for number, batch in enumerate(tqdm(batches, desc="layer sensitivity", disable=not progress)):
+        for number, batch in enumerate(progress_bar(batches, desc="layer sensitivity", progress=progress)):
             inputs = without_labels(batch) | accepted(model, use_cache=False)
             original = _predict(model, inputs, {})
             real = real_tokens(inputs, original)
@@ -75,11 +76,18 @@ def layer_sensitivity(
 def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
     """Return the indices of the layers to convert: all but the most sensitive ones, at most `share` of them.
 
-    sensitivity: of `layer_sensitivity`, of which layers that were measured and attend to no encoder count; a plain
-    dict has all layers of a model in order.
+    Args:
+        sensitivity: of `layer_sensitivity`, of which layers that were measured and attend to no encoder count; a plain
+            dict has all layers of a model in order.
+        share: of the layers that keep softmax, at least 0 and below 1.
 
-    >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
-    [0, 2, 3]
+    Raises:
+        OptionError: `share` is out of range.
+
+    Examples:
+        >>> from hf_linattn import choose_layers
+        >>> choose_layers({"a": 0.1, "b": 0.7, "c": 0.2, "d": 0.05}, 0.25)
+        [0, 2, 3]
     """
     require("softmax_share", share, 0 <= share < 1, "at least 0 and below 1")
     layers = getattr(sensitivity, "layers", None)

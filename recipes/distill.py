@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from hf_linattn.reading import exit_with_one_line
+from hf_linattn.command_errors import exit_with_one_line
 from hf_linattn.training.arguments import DISTILLATION
 from hf_linattn.training.pipeline import main
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from hf_linattn.reading import exit_with_one_line
+from hf_linattn.command_errors import exit_with_one_line
 from hf_linattn.training.arguments import FINETUNING
 from hf_linattn.training.pipeline import main
 

@@ -4,17 +4,17 @@
     python recipes/pretrain.py --architecture llama-recall --checkpoint_dir runs/llama-recall \\
       --threads 2 --output_dir recipes/pretrained/llama-recall
 
-Other text is given by ``--train_file`` and its like, as to the other recipes. The checkpoints under
-``recipes/pretrained`` were made by this file; each holds its ``training_log.json``. All share one byte-level BPE
+Other text is given by `--train_file` and its like, as to the other recipes. The checkpoints under
+`recipes/pretrained` were made by this file; each holds its `training_log.json`. All share one byte-level BPE
 tokenizer, trained on the training split. The log compares the test perplexity with that of the same model with its
 queries set to zero, when every query attends to all its keys alike: a model on which linear attention can be judged
 must lose a lot by that.
 
-``gpt2-recall`` and ``llama-recall`` look back over 1,024 tokens. A quarter of their tokens is generated recall
-(``hf_linattn/training/pretraining/rows.py``), the text is grown by the documentation of installed packages, rows
+`gpt2-recall` and `llama-recall` look back over 1,024 tokens. A quarter of their tokens is generated recall
+(`hf_linattn/training/pretraining/rows.py`), the text is grown by the documentation of installed packages, rows
 become longer in the course of the training, and its learning rate falls to zero in the end. Their log has the share
 of needles and pairs they find, and the loss by position, on rows and text that were held out. With
-``--checkpoint_dir`` the training goes on where it was stopped, with the tokenizer and the text that it began with.
+`--checkpoint_dir` the training goes on where it was stopped, with the tokenizer and the text that it began with.
 
 The training is one process on one device. The checkpoint is put in its place before it is measured, its log later.
 """
@@ -51,11 +51,11 @@ from transformers import (
 )
 
 from hf_linattn import patch_model, unpatch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
+from hf_linattn.command_errors import exit_with_one_line
 from hf_linattn.config import require, require_count
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation import perplexity
-from hf_linattn.reading import exit_with_one_line
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.arguments.trainer import bfloat16_pays
 from hf_linattn.training.checkpoints import last_complete_checkpoint
@@ -190,7 +190,7 @@ def training_arguments(options: PretrainArguments, folder: Path, steps: int, **o
 
 
 def train(options: PretrainArguments, folder: Path) -> dict[str, Any]:
-    """Train, write the checkpoint into ``folder``, put that in its place and measure it; return the training log."""
+    """Train, write the checkpoint into `folder`, put that in its place and measure it; return the training log."""
     architecture = ARCHITECTURES[options.architecture]
     corpus = load_text_splits(
         train_file=options.train_file, validation_file=options.validation_file, test_file=options.test_file
@@ -237,7 +237,7 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def put_in_place(folder: Path, target: Path) -> Path:
-    """Move a folder to ``target``, and what is there already to ``old`` beside the folder; return ``target``."""
+    """Move a folder to `target`, and what is there already to `old` beside the folder; return `target`."""
     if target.exists():
         os.replace(target, folder.with_name("old"))
     return folder.rename(target)
@@ -391,7 +391,7 @@ def main() -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pretrain-") as scratch:
         log = train(options, Path(scratch) / "new")
-    write_text(target / "training_log.json", json.dumps(log, indent=1) + "\n")
+    write_json(target / "training_log.json", log)
     logger.info(json.dumps({name: value for name, value in log.items() if name != "history"}, indent=1))
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks import render
-from hf_linattn import patch_model, testing
+from hf_linattn import get_mechanisms, patch_model, testing
+from hf_linattn.attention_call import intercept_attention
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.mechanisms.learned_sparse import LearnedSparseMechanism
@@ -263,3 +264,26 @@ def ask_only(monkeypatch, *names: str) -> None:
     for table in ("INVARIANTS", "CROSS_INVARIANTS"):
         known = getattr(testing, table)
         monkeypatch.setattr(testing, table, {name: check for name, check in known.items() if name in names})
+
+
+@torch.no_grad()
+def layer_errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
+    """Measure what calibration is about, without it: outputs of both attentions on the original model's heads."""
+    mechanisms, errors = get_mechanisms(model), []
+
+    def watch(mechanism):
+        def answer(call):
+            target = call.run_softmax(mechanism)
+            errors.append(float((call.run(mechanism) - target).square().sum() / target.square().sum()))
+            return target
+
+        return answer
+
+    with intercept_attention(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
+        model(**batch, use_cache=False)
+    return errors
+
+
+def directions_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of the random directions of each layer's `performer`."""
+    return [mechanism.feature_map.projection.clone() for mechanism in get_mechanisms(model).values()]

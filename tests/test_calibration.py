@@ -22,7 +22,7 @@ from hf_linattn.attention_call import intercept_attention, interceptor_of
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
-from tests.helpers import each_of, make_tokenizer, make_tokens
+from tests.helpers import each_of, layer_errors, make_tokenizer, make_tokens
 from tests.models import make_model
 
 LENGTH = 48
@@ -40,24 +40,6 @@ def make_batches(count: int = 3, batch: int = 8) -> list[dict[str, torch.Tensor]
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@torch.no_grad()
-def layer_errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[float]:
-    """Measure what calibration is about, without it: outputs of both attentions on the original model's heads."""
-    mechanisms, errors = get_mechanisms(model), []
-
-    def watch(mechanism):
-        def answer(call):
-            target = call.run_softmax(mechanism)
-            errors.append(float((call.run(mechanism) - target).square().sum() / target.square().sum()))
-            return target
-
-        return answer
-
-    with intercept_attention(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
-        model(**batch, use_cache=False)
-    return errors
 
 
 @each_architecture

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import hf_linattn
 from hf_linattn import list_mechanisms
 from hf_linattn.cli import app
+from hf_linattn.command_errors import exit_with_one_line
 from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.ops.runtime import cpu as library
-from hf_linattn.reading import exit_with_one_line
 from hf_linattn.saved_config import unfinished
 from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import pipeline

@@ -20,6 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import hf_linattn
 from hf_linattn import (
     MechanismConfig,
     OptionError,
@@ -389,3 +390,10 @@ def test_a_patched_model_is_compiled_as_a_whole(name, mechanism):
     assert_close(got, want)
     for path, gradient in gradients(model).items():
         assert_close(gradient, expected[path])
+
+
+def test_what_changes_a_model_in_place_returns_it():
+    model = make_model("gpt2")
+    steps = {"extend_positions": 200, "patch_model": "linear", "set_backend": "torch", "chunk_feed_forward": 8}
+    assert [getattr(hf_linattn, name)(model, value) is model for name, value in steps.items()] == [True] * 4
+    assert unpatch_model(model) is model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
 import inspect
 import re
 import shutil
@@ -10,10 +12,11 @@ import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from doctest import DocTestParser
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints, is_typeddict
 
 import pytest
 import torch
@@ -24,7 +27,7 @@ import hf_linattn
 from benchmarks import render, result_files
 from benchmarks.result_files import HEADS_FILE, RESULTS, USABLE_FILE, ZERO_SHOT_FILE
 from docs import generate
-from hf_linattn import errors, patch_model, unpatch_model
+from hf_linattn import errors, evaluation, patch_model, unpatch_model
 from hf_linattn.hub import HfLinattnConfig
 from hf_linattn.recipe_files import recipe_names
 from hf_linattn.testing import checks_of
@@ -44,6 +47,8 @@ PAGES = [
 TEXT = [*CODE, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / ".ci" / "run"]
 # in the order of a reader
 PAGES_THAT_RUN = ("README.md", "docs/choose.md", "docs/memory.md", "docs/speed.md", "docs/gpu.md")
+REFERENCE = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), flags=re.M)
+OF_A_READER = {"model", "original", "tokenizer", "texts", "documents"}  # what examples of the reference take as given
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 8
 LONGER = {"hf_linattn/ops": 600}  # folders whose files may be: a backend is one file
 FEW_PARAMETERS = ("hf_linattn/training",)  # folders whose functions keep to MAX_PARAMETERS
@@ -173,7 +178,50 @@ def test_public_names_are_documented(name: str) -> None:
     assert inspect.getdoc(getattr(hf_linattn, name))
     assert f"`{name}" in read("docs/index.md")
     home = getattr(hf_linattn, name).__module__  # errors are in the reference as one module
-    assert f"::: {home}{'' if home == errors.__name__ else f'.{name}'}" in read("docs/api.md").splitlines()
+    assert (home if home == errors.__name__ else f"{home}.{name}") in REFERENCE
+
+
+@pytest.mark.parametrize("name", evaluation.__all__)
+def test_names_that_measure_are_in_the_reference(name: str) -> None:
+    assert f"{getattr(evaluation, name).__module__}.{name}" in REFERENCE
+
+
+def sections_of(docstring: str) -> dict[str, str]:
+    """Return title -> text of the sections of a docstring, as the site reads them."""
+    return dict(re.findall(r"^(\w+):\n((?: {4}.*\n|\n)+)", docstring + "\n", flags=re.M))
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_reference_has_a_line_for_each_parameter_and_error(name: str) -> None:
+    """What shares a line with another one is missing on the site, and in what an editor shows."""
+    module, _, own = name.rpartition(".")
+    found = getattr(importlib.import_module(module), own)
+    docstring = inspect.getdoc(found) or ""
+    sections = sections_of(docstring)
+    described = re.findall(r"^ {4}\*{0,2}(\w+): ", "".join(sections.get(x, "") for x in ("Args", "Attributes")), re.M)
+    given = get_type_hints(found) if is_typeddict(found) else signature(found)
+    assert [x for x in given if x not in described] == []
+    raised = sections.get("Raises", "")
+    assert re.findall(r"(\w+Error)[:,]", raised) == re.findall(r"^ {4}(\w+Error): ", raised, re.M)
+    assert docstring.count(">>> ") == sections.get("Examples", "").count(">>> ")  # elsewhere it is no code on the site
+    assert "Examples" in sections or not inspect.isfunction(found)
+    assert unbound("".join(e.source for e in DocTestParser().get_examples(docstring))) <= OF_A_READER
+
+
+def unbound(code: str) -> set[str]:
+    """Return the names that an example uses and neither imports nor makes, so that one cannot copy it."""
+    nodes = [*ast.walk(ast.parse(code))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    made |= {node.name for node in nodes if isinstance(node, ast.alias | ast.ClassDef)}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return used - made - set(dir(builtins))
+
+
+def signature(found: Any) -> list[str]:
+    """Return the parameters that a caller gives; a module has none, nor has an error of the library."""
+    return [] if found is errors else [*inspect.signature(found).parameters]
 
 
 def test_every_error_has_its_place_in_the_documents() -> None:

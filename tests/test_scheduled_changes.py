@@ -11,8 +11,8 @@ import torch
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache
 
-from hf_linattn import get_mechanisms, patch_model
-from tests.helpers import assert_close, logits_of, loss_gradients, make_tokens
+from hf_linattn import patch_model
+from tests.helpers import assert_close, directions_of, logits_of, loss_gradients, make_tokens
 from tests.models import SPINE, make_model
 
 each_family = pytest.mark.parametrize("name", SPINE)
@@ -21,10 +21,6 @@ each_generator = pytest.mark.parametrize("name", ["gpt2", "llama"])
 
 def make_redrawing(name, interval):
     return patch_model(make_model(name), "performer", num_features=8, redraw_interval=interval)
-
-
-def directions(model):
-    return [m.feature_map.projection.clone() for m in get_mechanisms(model).values()]
 
 
 def drawn_anew(before, after):
@@ -36,21 +32,21 @@ def drawn_anew(before, after):
 @each_family
 def test_directions_are_drawn_anew_every_so_many_training_forwards(name):
     model, ids = make_redrawing(name, 3), make_tokens(2, 9)
-    history = [directions(model)]
+    history = [directions_of(model)]
     for _ in range(7):
         model.train()(input_ids=ids)
         logits_of(model.eval(), ids)  # counts for nothing
-        history.append(directions(model))
+        history.append(directions_of(model))
     assert [drawn_anew(*pair) for pair in pairwise(history)] == [False, False, False, True, False, False, True]
 
 
 @each_family
 def test_directions_are_not_drawn_in_evaluation(name):
     model = make_redrawing(name, 1)
-    before = directions(model)
+    before = directions_of(model)
     for _ in range(3):
         logits_of(model, make_tokens(2, 9))
-    assert not drawn_anew(before, directions(model))
+    assert not drawn_anew(before, directions_of(model))
 
 
 @each_family
@@ -109,12 +105,12 @@ def test_a_copy_does_not_wait_for_the_gradients_of_the_original(copied):
     model, ids = make_redrawing("llama", 1).train(), make_tokens(2, 9)
     loss = model(input_ids=ids).logits.sum()
     other = copied(model)
-    before = directions(other)
+    before = directions_of(other)
     model(input_ids=ids), other(input_ids=ids)
-    assert drawn_anew(before, directions(other)) and not drawn_anew(before, directions(model))
+    assert drawn_anew(before, directions_of(other)) and not drawn_anew(before, directions_of(model))
     loss.backward()
     model(input_ids=ids)
-    assert drawn_anew(before, directions(model))
+    assert drawn_anew(before, directions_of(model))
 
 
 @each_generator
@@ -124,10 +120,10 @@ def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(na
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids[:, :5], past_key_values=cache)
-        prefilled = directions(model)
+        prefilled = directions_of(model)
         for position in range(5, 9):
             step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
-    assert not drawn_anew(prefilled, directions(model))
+    assert not drawn_anew(prefilled, directions_of(model))
     assert_close(step, logits_of(model.eval(), ids)[:, -1:])
 
 
@@ -139,5 +135,5 @@ def test_directions_are_drawn_anew_before_each_forward_with_a_tuned_prefix(name)
     wrapped = get_peft_model(model, config).train()
     for _ in range(3):
         wrapped(input_ids=make_tokens(2, 9))
-        history.append(directions(model))
+        history.append(directions_of(model))
     assert [drawn_anew(*pair) for pair in pairwise(history)] == [True, True]

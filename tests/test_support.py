@@ -101,7 +101,7 @@ def test_what_is_found_is_shown_where_its_file_cannot_be_written(monkeypatch, tm
     command = ["support", "llama", "--json", "--output"]
     refused = CliRunner().invoke(app, [*command, str(tmp_path)])
     assert refused.exit_code == 1 and "output must be the path of a file, in a folder" in refused.stderr
-    monkeypatch.setattr(common, "write_text", Mock(side_effect=OSError("no space left on device")))
+    monkeypatch.setattr(common, "write_json", Mock(side_effect=OSError("no space left on device")))
     failed = CliRunner().invoke(app, [*command, str(tmp_path / "found.json")])
     assert failed.exit_code == 1 and "no space left on device" in failed.stderr
     assert json.loads(failed.stdout)["architectures"][0]["status"] == "patched"

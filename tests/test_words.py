@@ -46,6 +46,8 @@ PHRASES = {
     "lie there are others now": "are stale",
 }  # fmt: skip
 
+RST = re.compile(r"(?<!`)``(?!`)[^`\n]+``|:(?:func|mod|class|meth):`")
+
 # what the length of a sentence is not about: code, comments, headings, tables, and what links lead to
 NOT_PROSE = re.compile(r"^```.*?^```|<!--.*?-->|^(?:    |\||#)[^\n]*", re.M | re.S)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
@@ -93,6 +95,12 @@ def test_no_text_has_a_phrase_that_was_given_up():
             text = " ".join(path.read_text(encoding="utf-8").split())
             found |= {(relative(path), phrase): instead for phrase, instead in PHRASES.items() if phrase in text}
     assert found == {}
+
+
+def test_docstrings_are_in_the_markup_of_the_site():
+    """Markdown: roles and double backticks of reStructuredText would be shown as they are."""
+    found = {relative(path): RST.findall(path.read_text(encoding="utf-8")) for path in CODE}
+    assert {path: roles for path, roles in found.items() if roles} == {}
 
 
 def test_pages_name_mechanisms_and_options_as_they_are_today():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
@@ -18,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import Document, resume
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.training.arguments import DataArguments, FinetuningArguments
 from hf_linattn.training.base_task import TextEncoder
@@ -147,4 +146,4 @@ class KeptRows:
         seconds = round(time.perf_counter() - start, 1)
         self.document["rows"].append({**key, **found, "seconds": seconds})
         self.document["provenance"] = collect_provenance(torch.device("cpu"), torch.float32, self.source)
-        write_text(self.output, json.dumps(self.document, indent=1) + "\n")
+        write_json(self.output, self.document)

@@ -14,7 +14,6 @@ import dataclasses
 import importlib
 import importlib.metadata
 import io
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from benchmarks.measure.stopwatch import PLANS, Plan, Stopwatch, Timing
 from benchmarks.render import write_tables
 from benchmarks.result_files import PEERS_FILE, RESULTS
 from hf_linattn import AttentionLayer, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 
@@ -258,7 +257,7 @@ def main(output: Annotated[Path, typer.Option(help="where the results go")] = RE
         "provenance": collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.measure.peers"),
         "rows": [dataclasses.asdict(row) for row in measure(plan)],
     }
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
     if output == RESULTS / PEERS_FILE:
         write_tables()

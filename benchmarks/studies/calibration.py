@@ -8,7 +8,6 @@ The mechanisms are fitted on the bundled training split and scored on the test s
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from benchmarks.result_files import RESULTS, ROOT, Document
 from benchmarks.studies.zero_shot import LENGTH, load, patched
 from benchmarks.studies.zero_shot import MODELS as BUNDLED
 from hf_linattn import calibrate
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 
 ROWS: list[tuple[str, dict[str, Any]]] = [
@@ -90,8 +89,7 @@ def main(
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the table from it."""
     results = run(ROWS, documents)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

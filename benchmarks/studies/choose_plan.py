@@ -30,7 +30,7 @@ from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, check_s
 from hf_linattn import choose_plan
 from hf_linattn.advice.candidates import EVERY, most_layers
 from hf_linattn.advice.trial import patched
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.evaluation.recall import RECALL_TASKS, recall
@@ -69,7 +69,7 @@ class Study:
         results = self.found.setdefault(group, {})
         if name not in results:
             results[name] = measure()
-            write_text(self.output, json.dumps(self.found, indent=1) + "\n")
+            write_json(self.output, self.found)
         return results[name]
 
     def rows(self, split: str, length: int, count: int) -> list[torch.Tensor]:
@@ -170,7 +170,6 @@ def main(
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / CHOSEN_PLAN_FILE,
 ) -> None:
     """Choose, measure, and write the JSON, and the picture of the first plan beside it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     study = Study(model, books, getattr(torch, dtype), output)
     first = study.choose("seed 0", seed=0)
     main_rows: list[tuple[str, Plan]] = [(f"{KEEP} heads, seed 0", first), (ORIGINAL, None), WINDOWS_ALONE]

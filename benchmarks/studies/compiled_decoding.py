@@ -9,7 +9,6 @@ from below; the model's linear layers alone are timed beside them. By the proces
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from benchmarks.measure.stopwatch import PLANS, SOFTMAX, Stopwatch, Timing
 from benchmarks.measure.timed import timed_config
 from benchmarks.result_files import COMPILED_DECODING_FILE, RESULTS, Document
 from benchmarks.studies.heads import ProcessorTime
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 
 MECHANISMS = (SOFTMAX, "linear", "hedgehog", "local", "hybrid")
 CONTEXT, ROOM, TOKENS = 1024, 512, 4  # tokens read, more for which a static cache has room, and in each turn
@@ -86,7 +85,7 @@ def main(
     source = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.compiled_decoding")
     options = {name: timed_config(name).to_options() for name in names}
     results = {"provenance": source, "options": options, "context": context, "rows": rows}
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

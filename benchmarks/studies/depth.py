@@ -11,7 +11,6 @@ neither scratch memory inside one operation nor what an allocator keeps of what 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,7 +27,7 @@ from benchmarks.measure.stopwatch import PLANS, SOFTMAX, Stopwatch
 from benchmarks.render import write_tables
 from benchmarks.result_files import DEPTH_FILE, DEPTH_PLOT, RESULTS, Document
 from hf_linattn import chunk_feed_forward, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.report.plots import CONTROL, ORIGINAL, PATCHED, blank_figure, save_figure
 from hf_linattn.training.saved_tensors import save_on_disk
@@ -121,7 +120,7 @@ def main(output: Annotated[Path, typer.Option(help="where the results go")] = RE
         "chunk_size": CHUNK_SIZE,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     draw(results, output.with_name(DEPTH_PLOT))
     typer.echo(f"wrote {output} and {DEPTH_PLOT}")
     if output == RESULTS / DEPTH_FILE:

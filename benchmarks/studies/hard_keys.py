@@ -8,7 +8,6 @@ which a busy machine disturbs little. `share` is the time without hard keys over
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.stopwatch import SOFTMAX, Plan, Timing
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, Document
 from benchmarks.studies.heads import ProcessorTime
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 
@@ -73,7 +72,7 @@ def main(
     for dtype in (torch.float32, torch.bfloat16):
         source = collect_provenance(torch.device("cpu"), dtype, "benchmarks.studies.hard_keys")
         runs.append({"provenance": source, "length": length, "num_hard_keys": NUM_HARD_KEYS, **measure(length, dtype)})
-    write_text(output, json.dumps({"runs": runs}, indent=1) + "\n")
+    write_json(output, {"runs": runs})
     typer.echo(f"wrote {output}")
 
 

@@ -32,7 +32,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.stopwatch import SOFTMAX, Plan, Stopwatch
 from benchmarks.result_files import HEADS_FILE, RESULTS, Document
 from hf_linattn import get_mechanisms, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.cache import state_bytes
 from hf_linattn.config import require_known
 from hf_linattn.mechanisms import AttentionLayer, Mechanism
@@ -173,7 +173,7 @@ def main(
     before = json.loads(output.read_text())["runs"] if output.exists() else []
     settings = [(x["clock"], x["provenance"]["dtype"], x["provenance"]["threads"]) for x in (run, *before)]
     runs = [run, *(x for x, own in zip(before, settings[1:], strict=True) if own != settings[0])]
-    write_text(output, json.dumps({"runs": runs}, indent=1) + "\n")
+    write_json(output, {"runs": runs})
     typer.echo(f"wrote {output}")
 
 

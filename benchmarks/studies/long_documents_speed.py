@@ -24,7 +24,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.stopwatch import SOFTMAX, Plan, Stopwatch, Timing
 from benchmarks.result_files import LONG_DOCUMENTS_SPEED_FILE, RESULTS, Document
 from hf_linattn import extend_positions, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation.memory import LiveBytes
 
@@ -96,7 +96,7 @@ def main(
         rows += measure(models, joined(tokenizer, documents, tokens), stopwatch)
     provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.long_documents_speed")
     document = {"provenance": provenance, "model": Path(model).name, "rows": rows}
-    write_text(output, json.dumps(document, indent=1) + "\n")
+    write_json(output, document)
     typer.echo(f"wrote {output}")
 
 

@@ -11,7 +11,6 @@ the bytes of query, key, value, output and their gradients. Decoding and reading
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import re
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from benchmarks.measure.timed import timed_config
 from benchmarks.render import write_tables
 from benchmarks.result_files import LONG_INPUTS_FILES, RESULTS
 from hf_linattn import AttentionLayer
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import MODES
 
@@ -127,7 +126,7 @@ def main(
         "lengths": [dataclasses.asdict(row) for row in measure_lengths(stopwatch, constant, precision)],
         "prompts": [dataclasses.asdict(row) for row in measure_prompts(stopwatch, constant, precision)],
     }
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
     if output.parent == RESULTS:
         write_tables()

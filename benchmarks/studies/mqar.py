@@ -14,7 +14,6 @@ and no layer has a convolution of its own.
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import MQAR_FILE, MQAR_PLOT, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.cache import state_bytes
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.report.plots import INK, ORIGINAL, PATCHED, blank_figure, save_figure
@@ -242,7 +241,7 @@ def main(
 ) -> None:
     """Measure, and write the JSON and the plot beside it."""
     results = run(ROWS, STAGES, steps)
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     draw(results, output.with_name(MQAR_PLOT))
     typer.echo(f"wrote {output} and {MQAR_PLOT}")
 

@@ -29,7 +29,7 @@ from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, D
 from benchmarks.studies.mqar import answers, fit, make_batch, state_size
 from benchmarks.tables.mqar import mean_of, title_of
 from hf_linattn import calibrate, get_mechanisms, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.report.plots import ORIGINAL, PATCHED, blank_figure, save_figure
 from hf_linattn.training.pretraining.induction import start_llama_with_induction
@@ -189,7 +189,7 @@ def main(
             row = measure(original_of(seed, originals), name, options, seed, rates)
             document["rows"].append({**row, "run": len(document["runs"]) - 1})
             done[key_of(row)] = row["rate"]
-            write_text(output, json.dumps(document, indent=1) + "\n")
+            write_json(output, document)
             draw(document, output.with_name(MQAR_SWEEP_PLOT))
     typer.echo(f"{output} has {len(document['rows'])} of {len(SEEDS) * len(ROWS)} rows")
 

@@ -9,7 +9,6 @@ missing. Mechanisms are fitted on the training split of the books, and scored on
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document, resume
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.advice.candidates import most_layers
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.evaluation import long_losses, state_bytes_by_length, whole_windows
 from hf_linattn.evaluation.next_token import evenly, token_losses
@@ -192,7 +191,7 @@ def main(
     for name in tqdm(missing, desc="board", unit="row"):
         provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.real_board")
         document = {"provenance": provenance, **said, **run_row(model, name, material)}
-        write_text(folder / f"{name}.json", json.dumps(document, indent=1) + "\n")
+        write_json(folder / f"{name}.json", document)
     typer.echo(f"wrote {len(missing)} rows to {folder}")
 
 

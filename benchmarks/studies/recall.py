@@ -8,7 +8,6 @@ stopped. A row says how long it took, on which processor.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance, has_amx, processor_name
 from benchmarks.result_files import RECALL_FILE, RESULTS, Document, resume
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.evaluation.recall import RECALL_TASKS, answer_prompts, make_prompts, recall_rows
 from hf_linattn.training.task import load_model
 
@@ -110,10 +109,9 @@ def main(
     output: Annotated[Path, typer.Option(help="the JSON file, which is added to")] = RESULTS / RECALL_FILE,
 ) -> None:
     """Measure what the file lacks, and write it after each row."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     document = resume(output, {"model": Path(model).name}, {"rows": []})
     for results in run(model, find_cases(task, length, samples, dtype, chat), document, limit):
-        write_text(output, json.dumps(results, indent=1) + "\n")
+        write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import math
 import tempfile
 import time
@@ -33,7 +32,7 @@ from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULT
 from benchmarks.studies.mqar import state_size
 from benchmarks.tables.recall_board import mixture_loss, needle_share
 from hf_linattn import calibrate, choose_plan, get_mechanisms, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.evaluation import streaming_for
 from hf_linattn.report.plots import ORIGINAL, PATCHED, blank_figure, save_figure
@@ -237,7 +236,7 @@ def main(
             document["originals"][name] = original.measured(original.model)
         row = measure(original, ROWS[title], tokens, rate)
         document["rows"].append({"model": name, "name": title, **row, "run": len(document["runs"]) - 1})
-        write_text(output, json.dumps(document, indent=1) + "\n")
+        write_json(output, document)
         draw(document, output.with_name(RECALL_BOARD_PLOT))
     typer.echo(f"{output} has {len(document['rows'])} of {len(MODELS) * len(ROWS)} rows")
 

@@ -31,9 +31,9 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import RECIPE_PLANS_FILE, RESULTS, ROOT
 from benchmarks.tables.memory import PEAKS
 from hf_linattn import patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.dtypes import is_fast
-from hf_linattn.reading import gigabytes
+from hf_linattn.memory_errors import gigabytes
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.arguments import DISTILLATION, long_step, parse_arguments
 from hf_linattn.training.pipeline import run_recipe
@@ -287,7 +287,7 @@ def main(
         document["recipes"].setdefault(name, {}).update(found)
         source = "benchmarks.studies.recipe_plans"
         document["provenance"] = collect_provenance(torch.device("cpu"), torch.bfloat16, source)
-        write_text(output, json.dumps(document, indent=1) + "\n")
+        write_json(output, document)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import RESULTS
 from benchmarks.studies.wikitext import FILES, is_heading, read_articles
 from hf_linattn import calibrate, patch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.evaluation import retrieval
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
@@ -104,8 +104,7 @@ def main(
 ) -> None:
     """Measure and write the JSON."""
     results = run(model, wikitext, mechanism, json.loads(options), tokens, learning_rate, work)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

@@ -8,7 +8,6 @@ on the machine makes it slower, and takes little of a process's own time.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -23,7 +22,7 @@ import typer
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.render import write_tables
 from benchmarks.result_files import RESULTS, START_FILE
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 
 AUTO_CONFIG = "from transformers import AutoConfig"
 COMMAND = "from hf_linattn.cli import app; app({}, standalone_mode=False)"
@@ -58,7 +57,7 @@ def main(
     medians = {name: statistics.median(map(seconds, [code] * repeats)) for name, code in STARTED.items()}
     rows = [{"started": name, "seconds": median} for name, median in medians.items()]
     source = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.start")
-    write_text(output, json.dumps({"provenance": source, "repeats": repeats, "rows": rows}, indent=1) + "\n")
+    write_json(output, {"provenance": source, "repeats": repeats, "rows": rows})
     write_tables()
 
 

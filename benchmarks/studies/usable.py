@@ -9,7 +9,6 @@ most 1.1 times the original.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import ORIGINAL, RESULTS, USABLE_FILE, Document
 from benchmarks.studies.zero_shot import patched
 from hf_linattn import list_mechanisms
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation.next_token import token_losses
 from hf_linattn.mechanisms import MECHANISMS
@@ -82,9 +81,8 @@ def main(
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / USABLE_FILE,
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the tables from it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
     for results in run(model, wikitext, mechanism or list_mechanisms(), rows):
-        write_text(output, json.dumps(results, indent=1) + "\n")
+        write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

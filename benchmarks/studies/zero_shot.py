@@ -8,7 +8,6 @@ it may see. A mechanism that does worse than this tells the model less than no a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import MEAN_OF_VALUES, ORIGINAL, RESULTS, ROOT, Document
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model, unpatch_model
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.training.data import load_text_splits
@@ -152,8 +151,7 @@ def main(
 ) -> None:
     """Measure and write the JSON; `python -m docs.generate` makes the table from it."""
     results = run(mechanism or list_mechanisms(), documents)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(output, json.dumps(results, indent=1) + "\n")
+    write_json(output, results)
     typer.echo(f"wrote {output}")
 
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..architecture import layers_sharing_keys, self_attention_modules
@@ -19,6 +18,7 @@ from ..errors import DataError, HfLinattnError, OptionError, PatchError, Unsuppo
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..evaluation.recall import make_prompts
+from ..inference import progress_bar
 from ..patching import is_patched
 from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
@@ -88,7 +88,7 @@ def advise(
     *,
     plans: Mapping[str, Plan] | None = None,
     settings: Settings | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Advice:
     """Try candidate plans on a causal language model and recommend one; the model is the same in the end.
 
@@ -133,7 +133,7 @@ def advise(
         plans = choose(model, material, progress) | others
     trials = try_plans(model, plans, material, recall, progress)
     least = least_recall(trials, recall, settings)
-    with tqdm(trials, desc="what they cost", unit="plan", disable=not progress) as bar:
+    with progress_bar(trials, desc="what they cost", unit="plan", progress=progress) as bar:
         trials = [with_costs(model, trial, material) if trial.recall >= least else trial for trial in bar]
     return Advice(
         length, float(material.original_losses.mean()), recall, tuple(trials),
@@ -142,7 +142,7 @@ def advise(
 
 
 def try_plans(
-    model: PreTrainedModel, plans: Mapping[str, Plan], material: Material, recall: float, progress: bool
+    model: PreTrainedModel, plans: Mapping[str, Plan], material: Material, recall: float, progress: bool | None
 ) -> list[Trial]:
     """Return a trial of each plan, those left out that the library refuses to run.
 
@@ -152,7 +152,7 @@ def try_plans(
         HfLinattnError: every plan is refused, the last one for this.
     """
     trials: list[Trial] = []
-    with tqdm(plans.items(), desc="what they keep", unit="plan", disable=not progress) as bar:
+    with progress_bar(plans.items(), desc="what they keep", unit="plan", progress=progress) as bar:
         for number, (name, plan) in enumerate(bar, 1):
             bar.set_postfix_str(name)
             least = least_recall(trials, recall, material.settings)
@@ -165,7 +165,7 @@ def try_plans(
     return trials
 
 
-def choose(model: PreTrainedModel, material: Material, progress: bool) -> dict[str, Plan]:
+def choose(model: PreTrainedModel, material: Material, progress: bool | None) -> dict[str, Plan]:
     """Return the plans that keep a few heads exact, by recall where the model can, else by their divergence.
 
     None where no heads can be chosen, as where `length` has no more tokens than their windows, or too few for a task.

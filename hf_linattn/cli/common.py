@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..atomic_io import write_text
+from ..atomic_io import write_json
+from ..command_errors import exit_with_one_line
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
-from ..reading import exit_with_one_line, reading
+from ..reading import reading
 from ..training.file_types import FILE_BUILDERS
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def is_writable(folder: Path) -> bool:
 
 def _write(document: Any, file: Path) -> None:
     with exit_on_error():
-        write_text(file, json.dumps(document, indent=1) + "\n")
+        write_json(file, document)
     note(f"written to {file}")
 
 

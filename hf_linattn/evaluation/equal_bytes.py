@@ -64,12 +64,14 @@ def streaming_for(
         UnsupportedModelError: a layer is bidirectional, as in an encoder, and so has no decoding state, or the
             attention cannot be reached.
 
-    >>> from transformers import LlamaConfig
-    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
-    >>> streaming_for(config, bytes=10_000)
-    {'streaming': {'window_size': 66, 'num_sink_tokens': 4}}
-    >>> streaming_for(config, bytes=10_000, layers="0")
-    {'streaming': {'window_size': 135, 'num_sink_tokens': 4, 'layers': [0]}}
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from hf_linattn.evaluation import streaming_for
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
+        >>> streaming_for(config, bytes=10_000)
+        {'streaming': {'window_size': 66, 'num_sink_tokens': 4}}
+        >>> streaming_for(config, bytes=10_000, layers="0")
+        {'streaming': {'window_size': 135, 'num_sink_tokens': 4, 'layers': [0]}}
     """
     chosen = _chosen(model_or_config, layers, dtype)
     least, two = (_window_bytes(chosen, window, num_sink_tokens) for window in (1, 2))
@@ -87,12 +89,24 @@ def streaming_bytes(
     layers: LayerSpec = None,
     dtype: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes of decoding state of one sequence that a plan of `streaming_for` takes; arguments as there.
+    """Return the bytes of decoding state of one sequence that a plan of `streaming_for` takes.
 
-    >>> from transformers import LlamaConfig
-    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
-    >>> streaming_bytes(config, **streaming_for(config, bytes=10_000)["streaming"])
-    9952
+    Args:
+        model_or_config: as for `streaming_for`.
+        window_size: of the plan.
+        num_sink_tokens: of the plan.
+        layers: as for `streaming_for`.
+        dtype: as for `streaming_for`.
+
+    Raises:
+        UnsupportedModelError: as for `streaming_for`.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from hf_linattn.evaluation import streaming_bytes, streaming_for
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dtype="bfloat16")
+        >>> streaming_bytes(config, **streaming_for(config, bytes=10_000)["streaming"])
+        9952
     """
     return _window_bytes(_chosen(model_or_config, layers, dtype), window_size, num_sink_tokens)
 
@@ -103,14 +117,20 @@ def streaming_like(model: nn.Module, *, num_sink_tokens: int = NUM_SINK_TOKENS) 
     None where there is nothing to compare: the model does not decode, a state grows with the context, or it is
     smaller than the sink tokens.
 
+    Args:
+        model: a patched model.
+        num_sink_tokens: how many first tokens every query sees.
+
     Raises:
         PatchError: the model is not patched.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from hf_linattn import patch_model
-    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
-    >>> streaming_like(patch_model(LlamaForCausalLM(config), "linear", layers="1"), num_sink_tokens=1)
-    {'streaming': {'window_size': 4, 'num_sink_tokens': 1, 'layers': [1]}}
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import streaming_like
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
+        >>> streaming_like(patch_model(LlamaForCausalLM(config), "linear", layers="1"), num_sink_tokens=1)
+        {'streaming': {'window_size': 4, 'num_sink_tokens': 1, 'layers': [1]}}
     """
     own, config = constant_state_bytes(model), get_patch_config(model)
     converted = _converted_layers(config)
@@ -126,8 +146,20 @@ def constant_state_bytes(model: nn.Module) -> int | None:
     They are what a cache really holds after a few tokens. None where the model does not decode by itself, or where
     the state of one of these layers grows with the context.
 
+    Args:
+        model: a patched model.
+
     Raises:
         PatchError: the model is not patched.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import constant_state_bytes
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> constant_state_bytes(model)
+        584
     """
     converted, root = _converted_layers(get_patch_config(model)), architecture.root_model(model)
     mechanisms = [m for m in get_mechanisms(model).values() if m.layer.cross or m.layer.index in converted]

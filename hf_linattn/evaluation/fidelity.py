@@ -30,14 +30,20 @@ class Fidelity:
     """A converted model beside the original, on text that neither was fitted on.
 
     Attributes:
-        positions, original_positions: accuracy by position in the context.
-        greedy, sampled, original_greedy, original_sampled: continuations.
-        recurrences, original_recurrences: loss by how far back the same two tokens stood together.
-        control_positions, control_recurrences: those of the control; empty where it was not read.
+        positions: accuracy by position in the context.
+        original_positions: the original's.
+        greedy: the likeliest continuations.
+        sampled: continuations at temperature 1.
+        original_greedy: the original's.
+        original_sampled: the original's.
+        recurrences: loss by how far back the same two tokens stood together.
+        original_recurrences: the original's.
         linear_share: share of the attention weights that hybrid mechanisms, of single heads too, give to keys beyond
             window and sinks, mean over queries, heads and layers; None without any, and where one has no scores.
         perplexity_without_linear: on the test split, with that share taken away (`without_far_keys`); None if not
             measured.
+        control_positions: the control's; empty where it was not read.
+        control_recurrences: the control's; empty where it was not read.
     """
 
     positions: tuple[PositionRow, ...]
@@ -72,27 +78,36 @@ def fidelity(
     """Compare a converted causal language model with its original.
 
     Args:
-        texts: test documents; their first `num_windows` windows of `max_length` tokens are read, and the first
-            `prompt_length` tokens of each are continued by `new_tokens`, greedily and sampled at temperature 1.
+        model: the converted model.
+        original: the model that it was converted from.
+        tokenizer: that of both.
+        texts: test documents; their first windows of `max_length` tokens are read.
+        max_length: tokens of a window.
+        num_windows: how many windows are read at most.
         num_positions: into how many parts the positions of a window are divided.
+        prompt_length: first tokens of each window that are continued, greedily and sampled at temperature 1.
+        new_tokens: by how many tokens they are continued.
+        seed: of the samples.
         control: the original, fine-tuned: what recurs is read with it, too.
         add_special_tokens: as for `whole_windows`.
 
     Raises:
         OptionError: the texts hold no whole window, or a prompt and its continuation do not fit into one.
+
+    Examples:
+        >>> from hf_linattn.evaluation import fidelity
+        >>> fidelity(model, original, tokenizer, texts).greedy.perplexity  # doctest: +SKIP
     """
-    fits = prompt_length + new_tokens <= max_length
-    require("new_tokens", new_tokens, fits, f"at most max_length - prompt_length = {max_length - prompt_length}")
+    most = max_length - prompt_length
+    require("new_tokens", new_tokens, new_tokens <= most, f"at most max_length - prompt_length = {most}")
     windows = whole_windows(tokenizer, texts, max_length, add_special_tokens)[:num_windows]
-    prompts = windows[:, :prompt_length]
-    reference = continuations(original, prompts, new_tokens)
+    reference = continuations(original, prompts := windows[:, :prompt_length], new_tokens)
 
     def written(writer: PreTrainedModel, sampled: bool) -> Continuations:
         text = continuations(writer, prompts, new_tokens, sampled=sampled, seed=seed)
         return compared(original, prompts, text, reference)
 
     read, original_read = (token_losses(reader, windows) for reader in (model, original))
-    control_read = None if control is None else token_losses(control, windows)
     return Fidelity(
         accuracy_by_position(read, num_positions),
         accuracy_by_position(original_read, num_positions),
@@ -103,9 +118,16 @@ def fidelity(
         recurrences=loss_by_recurrence(read),
         original_recurrences=loss_by_recurrence(original_read),
         linear_share=linear_share(model, windows),
-        control_positions=() if control_read is None else accuracy_by_position(control_read, num_positions),
-        control_recurrences=() if control_read is None else loss_by_recurrence(control_read),
+        **({} if control is None else _read_control(control, windows, num_positions)),
     )
+
+
+def _read_control(control: PreTrainedModel, windows: Tensor, num_positions: int) -> dict[str, Any]:
+    """Return the fields of a `Fidelity` that are the control's."""
+    read = token_losses(control, windows)
+    return {
+        "control_positions": accuracy_by_position(read, num_positions), "control_recurrences": loss_by_recurrence(read)
+    }  # fmt: skip
 
 
 def linear_share(model: nn.Module, windows: Tensor) -> float | None:
@@ -157,6 +179,27 @@ def without_far_keys(model: nn.Module) -> Iterator[nn.Module]:
     """Take the linear part out of all hybrid mechanisms, of single heads too, for a while.
 
     What is left is window and sinks, and hard keys where there are some.
+
+    Args:
+        model: a patched model.
+
+    Yields:
+        The model itself.
+
+    Raises:
+        PatchError: the model is not patched.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import without_far_keys
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model, tokens = patch_model(LlamaForCausalLM(config), "hybrid", window_size=4), torch.arange(32)[None]
+        >>> with without_far_keys(model):
+        ...     near = model(tokens).logits
+        >>> torch.equal(near, model(tokens).logits)
+        False
     """
     hybrids = hybrids_of(get_mechanisms(model).values())
     try:

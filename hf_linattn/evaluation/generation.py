@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..config import require
-from ..inference import accepted, evaluation_mode, kept_generators
+from ..inference import accepted, evaluation_mode, kept_generators, progress_bar
 from .next_token import device_of, token_losses
 from .perplexity import position_limit
 
@@ -33,7 +32,8 @@ class Continuations:
     """What a model writes after the same prompts.
 
     Attributes:
-        perplexity: of the original on it. repetition: share of its 4-grams that came before in the same text.
+        perplexity: of the original on it.
+        repetition: share of its 4-grams that came before in the same text.
         agreement: share of its first 32 tokens that are those of the original's greedy continuation.
     """
 
@@ -47,13 +47,15 @@ class GenerationRow:
     """How a model continues prompts greedily.
 
     Attributes:
-        prompts, new_tokens: how many, and by how many tokens each is continued.
+        prompts: how many were continued.
+        new_tokens: by how many tokens each.
         cached_agreement: share of the tokens, written token by token with a cache, that a forward without a cache
             over prompt and continuation finds likeliest in their places; 1 unless the cache changes the model.
         cached_gap: by how many nats such a forward finds the likeliest token likelier than the written one, at most:
             what rounding does to a tie is small, what a wrong cache does is not.
-        batch_size: prompts in a batch, padded on the left. batch_agreement: share of the tokens that are the same as
-            when each prompt is continued alone, up to the first that differs.
+        batch_size: prompts in a batch, padded on the left.
+        batch_agreement: share of the tokens that are the same as when each prompt is continued alone, up to the first
+            that differs.
         repetition: share of the 4-grams of a continuation that came before in it.
         perplexity: of the teacher on the continuations; None without a teacher.
     """
@@ -75,7 +77,7 @@ def check_generation(
     teacher: nn.Module | None = None,
     new_tokens: int = 64,
     batch_size: int = 16,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> GenerationRow:
     """Continue prompts greedily, one by one with a cache, and compare with a forward without one and with batches.
 
@@ -85,16 +87,18 @@ def check_generation(
         teacher: whose perplexity of the continuations is given, such as the original.
         new_tokens: by how many tokens each prompt is continued.
         batch_size: prompts in a batch.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: no prompts or an empty one, an option out of range, or more tokens than the model has positions.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
-    >>> row = check_generation(LlamaForCausalLM(config), [[3, 4, 5], [6]], new_tokens=8, progress=False)
-    >>> row.cached_agreement, row.batch_agreement, row.perplexity
-    (1.0, 1.0, None)
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn.evaluation import check_generation
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> row = check_generation(LlamaForCausalLM(config), [[3, 4, 5], [6]], new_tokens=8, progress=False)
+        >>> row.cached_agreement, row.batch_agreement, row.perplexity
+        (1.0, 1.0, None)
     """
     require("prompts", len(prompts), len(prompts) > 0 and all(map(len, prompts)), "at least one, none of them empty")
     limit, longest = position_limit(model), max(map(len, prompts))
@@ -103,7 +107,7 @@ def check_generation(
     require("new_tokens", new_tokens, fits, most)
     require("batch_size", batch_size, batch_size >= 1, "at least 1")
     rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
-    bar = tqdm(rows, desc="generation", unit="prompt", disable=not progress)
+    bar = progress_bar(rows, desc="generation", unit="prompt", progress=progress)
     alone = [continuations(model, row[None], new_tokens)[0] for row in bar]
     gaps = torch.stack([_gaps(model, row, text) for row, text in zip(rows, alone, strict=True)])
     batches = [_in_batch(model, rows[i : i + batch_size], new_tokens) for i in range(0, len(rows), batch_size)]

@@ -27,7 +27,13 @@ from .speed import VARIANTS, check_lengths, prefill_cache, prefill_logits, rando
 
 @dataclass(frozen=True)
 class StateRow:
-    """Bytes that the cache of one sequence holds after `length` tokens, over all layers."""
+    """Bytes that the cache of one sequence holds after `length` tokens, over all layers.
+
+    Attributes:
+        length: tokens read.
+        patched: bytes, of the patched model.
+        original: bytes, of its original attention.
+    """
 
     length: int
     patched: int
@@ -40,8 +46,10 @@ class MemoryRow:
 
     Attributes:
         length: tokens read.
-        patched_peak, original_peak: bytes alive at once during a forward without gradients, beyond weights and input.
-        patched_state, original_state: bytes of the decoding state after it; None for a model that does not decode.
+        patched_peak: bytes alive at once during a forward without gradients, beyond weights and input.
+        original_peak: the same of the original.
+        patched_state: bytes of the decoding state after it; None for a model that does not decode.
+        original_state: the same of the original.
     """
 
     length: int
@@ -54,10 +62,25 @@ class MemoryRow:
 def measure_memory(model: nn.Module, lengths: Iterable[int], *, seed: int = 0) -> list[MemoryRow]:
     """Return `state_bytes_by_length` and `peak_forward_bytes` of both variants, one row per length, shortest first.
 
+    Args:
+        model: a patched model.
+        lengths: tokens of the sequence, in any order.
+        seed: of the random tokens.
+
     Raises:
         PatchError: the model is not patched.
         UnsupportedModelError: the model is an encoder-decoder, or reads no text.
         OptionError: a length below 1 or beyond the positions of model or mechanisms.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import measure_memory
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> short, long = measure_memory(model, [64, 128])
+        >>> long.patched_state == short.patched_state, long.original_state == 2 * short.original_state
+        (True, True)
     """
     lengths = check_lengths(model, lengths)
     peaks: dict[str, list[int]] = {}
@@ -79,10 +102,24 @@ def state_bytes_by_length(model: nn.Module, lengths: Iterable[int], *, seed: int
     The state of a linear mechanism is constant; keys and values of softmax grow with the length. Both are what the
     cache really holds after the model has read that many random tokens.
 
+    Args:
+        model: a patched model.
+        lengths: tokens of the sequence, in any order.
+        seed: of the random tokens.
+
     Raises:
         PatchError: the model is not patched.
         UnsupportedModelError: the model does not decode, is an encoder-decoder, or reads no text.
         OptionError: a length below 1 or beyond the positions of model or mechanisms.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import state_bytes_by_length
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> state_bytes_by_length(model, [64, 128])
+        [StateRow(length=64, patched=584, original=8192), StateRow(length=128, patched=584, original=16384)]
     """
     lengths = check_lengths(model, lengths)
     root = architecture.root_model(model)
@@ -108,9 +145,24 @@ def peak_forward_bytes(model: nn.Module, length: int, *, batch_size: int = 1, se
     (`torch.cuda.max_memory_allocated`). Elsewhere every tensor that an operation returns is counted, from its creation
     to its release: exact and repeatable, except for scratch memory inside a single kernel.
 
+    Args:
+        model: a transformers model, patched or not.
+        length: tokens of each sequence.
+        batch_size: sequences at once.
+        seed: of the random tokens.
+
     Raises:
         OptionError: `length` or `batch_size` is below 1.
         UnsupportedModelError: the model is an encoder-decoder, or reads no text.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import peak_forward_bytes
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> peak_forward_bytes(model, 64) < peak_forward_bytes(model, 128)
+        True
     """
     require("length", length, length >= 1, "at least 1")
     require("batch_size", batch_size, batch_size >= 1, "at least 1")

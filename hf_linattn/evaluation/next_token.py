@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, evaluation_mode, progress_bar
 
 TOKENS = 16_384  # that a batch has at most, beyond its first window
 ROWS = 8  # windows that it has at most, unless asked for
@@ -38,7 +37,7 @@ def token_losses(
     documents: Tensor | None = None,
     *,
     batch_size: int = ROWS,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> TokenLosses:
     """Read windows of tokens with a model: int64 [B, N], each from its first token.
 
@@ -59,7 +58,7 @@ def token_losses(
     read: list[tuple[Tensor, Tensor]] = []
     batches = windows.split(max(1, min(batch_size, TOKENS // windows.shape[1])))
     with evaluation_mode(model), torch.no_grad():
-        for batch in tqdm(batches, desc="reading", unit="batch", disable=not progress):
+        for batch in progress_bar(batches, desc="reading", unit="batch", progress=progress):
             given = {"input_ids": batch.to(device_of(model))}
             parts = [_judge(*part) for part in logits_of_parts(model, given)]
             read.append((torch.cat([losses for losses, _ in parts], 1), torch.cat([right for _, right in parts], 1)))
@@ -82,9 +81,23 @@ def device_of(model: nn.Module) -> Any:
 def whole_windows(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
 ) -> Tensor:
-    """Return the windows of `length` tokens that the texts hold, each of one text: [B, N]; `OptionError` if none.
+    """Return the windows of `length` tokens that the texts hold, each of one text: int64 [B, N].
 
-    add_special_tokens: those that the tokenizer puts around a text; False for one that a chat template wrote.
+    Args:
+        tokenizer: of any kind.
+        texts: documents; those with less than `length` tokens give no window.
+        length: tokens of a window.
+        add_special_tokens: those that the tokenizer puts around a text; False for one that a chat template wrote.
+
+    Raises:
+        OptionError: no text has so long a window.
+
+    Examples:
+        >>> from hf_linattn.evaluation import whole_windows
+        >>> tokenizer = lambda texts, **_: {"input_ids": [list(text.encode()) for text in texts]}
+        >>> whole_windows(tokenizer, ["abcde", "f"], 2)
+        tensor([[ 97,  98],
+                [ 99, 100]])
     """
     return windows_of_documents(tokenizer, texts, length, add_special_tokens)[0]
 

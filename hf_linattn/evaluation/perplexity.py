@@ -15,7 +15,7 @@ Documents are tokenised one by one, with the special tokens that the tokenizer a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import evaluate
@@ -24,14 +24,13 @@ from datasets import Features, Value
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .. import architecture
 from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
-from ..inference import evaluation_mode, padding_token
+from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
 from ..position_tables import position_tables
 from .next_token import logits_of_parts
@@ -63,10 +62,14 @@ Returns:
 
 
 class PerplexityResult(TypedDict):
-    """perplexity = exp(loss); loss in nats per scored token; num_tokens is how many tokens were scored.
+    """What `perplexity` returns.
 
-    document_tokens: how many of each document were read, where `max_tokens` left some out. num_documents: how many
-    conversations were read, each of them whole, where it left some out.
+    Attributes:
+        perplexity: exp(loss).
+        loss: nats per scored token.
+        num_tokens: how many tokens were scored.
+        document_tokens: how many of each document were read, where `max_tokens` left some out.
+        num_documents: how many conversations were read, each of them whole, where `max_tokens` left some out.
     """
 
     perplexity: float
@@ -86,9 +89,15 @@ class Window(NamedTuple):
 class Perplexity(evaluate.Metric):
     """`perplexity` as a metric of the `evaluate` library; built directly, so it needs no connection.
 
-    >>> metric = Perplexity()
-    >>> metric.compute(texts=texts, model=model, tokenizer=tokenizer, max_length=512)  # doctest: +SKIP
-    {'perplexity': 12.3, 'loss': 2.5, 'num_tokens': 40960}
+    Args:
+        keep_in_memory: keep what is added in memory, and not in a file of the cache.
+        **options: those of `evaluate.Metric`.
+
+    Examples:
+        >>> from hf_linattn.evaluation import Perplexity
+        >>> metric = Perplexity()
+        >>> metric.compute(texts=texts, model=model, tokenizer=tokenizer, max_length=512)  # doctest: +SKIP
+        {'perplexity': 12.3, 'loss': 2.5, 'num_tokens': 40960}
     """
 
     def __init__(self, keep_in_memory: bool = True, **options: Any):
@@ -121,15 +130,15 @@ def perplexity(
     mask_probability: float = 0.15,
     max_tokens: int | None = None,
     answers: Sequence[Places] | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> PerplexityResult:
     """Return the perplexity of a causal or masked language model on `texts`.
 
-    The result depends neither on `batch_size` (right padding behind an attention mask) nor on the global random state,
-    and log-likelihoods add up in float64. The model is evaluated in eval mode and gets its former modes back.
+    The model is evaluated in eval mode. The result depends neither on `batch_size` nor on the global random state.
 
     Args:
         model: a model with a language-modelling head, patched or not, wrapped or not; its class says which kind.
+        tokenizer: the model's own; a masked model's has a mask token.
         texts: documents; one without a scored token is skipped.
         max_length: tokens per window.
         stride: causal only: by how many tokens windows advance, below `max_length`; None is half of it.
@@ -140,12 +149,16 @@ def perplexity(
             `answers` as many whole documents are read, spaced evenly, and one at least: answers stand at the end.
         answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
             scored. The texts then are as a chat template wrote them, and get no special tokens more.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: an option out of range, or `max_length` beyond the positions of model or mechanisms.
         DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
         UnsupportedModelError: the model has no language-modelling head.
+
+    Examples:
+        >>> from hf_linattn.evaluation import perplexity
+        >>> perplexity(model, tokenizer, texts, max_length=512)["perplexity"]  # doctest: +SKIP
     """
     masked = is_masked_language_model(model)
     _check_options(model, max_length, stride, batch_size, mask_probability, masked)
@@ -160,22 +173,38 @@ def perplexity(
         raise DataError(f"texts: none of the {len(documents)} {NOTHING_SCORED[answers is not None]}")
     windows.sort(key=lambda window: len(window.input_ids), reverse=True)  # so that batches hold little padding
     batches = [windows[i : i + batch_size] for i in range(0, len(windows), batch_size)]
-    total, num_tokens = 0.0, 0
-    with evaluation_mode(model), torch.no_grad():
-        for batch in tqdm(batches, desc="perplexity", unit="batch", disable=not progress):
-            losses = _token_losses(model, batch, padding_token(model, tokenizer), masked)
-            total += float(losses.cpu().double().sum())
-            num_tokens += losses.numel()
+    bar = progress_bar(batches, desc="perplexity", unit="batch", progress=progress)
+    total, num_tokens = _sum_losses(model, bar, padding_token(model, tokenizer), masked)
     loss = total / num_tokens
     value = float(torch.tensor(loss, dtype=torch.float64).exp())
     return {"perplexity": value, "loss": loss, "num_tokens": num_tokens, **limited}  # type: ignore[typeddict-item]
 
 
+def _sum_losses(model: nn.Module, batches: Iterable[list[Window]], pad: int, masked: bool) -> tuple[float, int]:
+    """Return the sum of the losses of all scored tokens, in float64, and how many there are."""
+    total, num_tokens = 0.0, 0
+    with evaluation_mode(model), torch.no_grad():
+        for batch in batches:
+            losses = _token_losses(model, batch, pad, masked)
+            total += float(losses.cpu().double().sum())
+            num_tokens += losses.numel()
+    return total, num_tokens
+
+
 def is_masked_language_model(model: nn.Module) -> bool:
     """Return whether the model is a masked (True) or a causal (False) language model, by its class.
 
+    Args:
+        model: a transformers model, patched or not, wrapped or not.
+
     Raises:
         UnsupportedModelError: it is neither.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn.evaluation import is_masked_language_model
+        >>> is_masked_language_model(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10)))
+        False
     """
     root = architecture.root_model(model)
     name = type(root).__name__
@@ -196,9 +225,14 @@ def position_limit(model: nn.Module) -> int | None:
 
     None if neither sets a limit (RoPE, for example).
 
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
-    64
+    Args:
+        model: a transformers model, patched or not, wrapped or not.
+
+    Examples:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from hf_linattn.evaluation import position_limit
+        >>> position_limit(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=10)))
+        64
     """
     tables = position_tables(architecture.root_model(model), of_parts=True)
     own = (module.position_limit for module in model.modules() if isinstance(module, Mechanism))

@@ -27,9 +27,15 @@ LEVEL = 0.95  # of the intervals
 
 @dataclass(frozen=True)
 class PositionRow:
-    """Positions `first` to `last` of a window: share of tokens predicted right, mean nats per token.
+    """What a model makes of the positions `first` to `last` of windows.
 
-    low, high: the 95 % interval of the loss; None where it was not asked for, or all windows are of one document.
+    Attributes:
+        first: position of the first token.
+        last: position of the last token.
+        accuracy: share of the tokens that the model finds likeliest.
+        loss: mean nats per token.
+        low: lower end of the 95 % interval of the loss; None where it was not asked for, or there is one document.
+        high: its upper end.
     """
 
     first: int
@@ -42,10 +48,18 @@ class PositionRow:
 
 @dataclass(frozen=True)
 class RecurrenceRow:
-    """Tokens that stood last, or last followed the one before, `first` to `last` places ago: count, mean nats each.
+    """What a model makes of tokens that stood last, or last followed the one before, `first` to `last` places ago.
 
     Both places are 0 for those that never did in the window. Copying from afar is hard for attention of constant
-    state. low, high: as in `PositionRow`.
+    state.
+
+    Attributes:
+        first: the least distance.
+        last: the greatest distance.
+        count: how many tokens there are.
+        loss: mean nats per token.
+        low: as in `PositionRow`.
+        high: as in `PositionRow`.
     """
 
     first: int
@@ -61,9 +75,12 @@ class LongLosses:
     """What a model makes of long documents.
 
     Attributes:
-        length: tokens of a window. windows, documents: how many were read, and of how many documents.
+        length: tokens of a window.
+        windows: how many were read.
+        documents: of how many documents they are.
         positions: by position in the window, in buckets that end at 63, 127, 255, ...
-        recurrences: by how far back the same token stood last. pairs: the same token after the same one.
+        recurrences: by how far back the same token stood last.
+        pairs: by how far back the same token stood last after the same one.
     """
 
     length: int
@@ -82,7 +99,7 @@ def long_losses(
     length: int,
     num_windows: int = 16,
     seed: int = 0,
-    progress: bool = True,
+    progress: bool | None = None,
     add_special_tokens: bool = True,
 ) -> LongLosses:
     """Return loss by position and by distance of recurrence on long documents.
@@ -92,24 +109,27 @@ def long_losses(
 
     Args:
         model: a causal language model, patched or not.
+        tokenizer: the model's own.
         texts: documents; those with less than `length` tokens are left out.
         length: tokens of a window; 8 times the length that the model was trained on shows what lies beyond.
         num_windows: how many are read at most.
         seed: of the resamples.
-        progress: show a progress bar.
+        progress: show a progress bar; None: where standard error is a terminal.
         add_special_tokens: as for `whole_windows`.
 
     Raises:
         OptionError: no document is that long, `length` is beyond the positions of the model, or an option is out of
             range.
 
-    >>> import torch
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
-    >>> tokenizer = lambda texts, **_: {"input_ids": [list(text.encode()) for text in texts]}
-    >>> read = long_losses(LlamaForCausalLM(config), tokenizer, ["abcd" * 64], length=256, progress=False)
-    >>> [(row.first, row.last) for row in read.positions]
-    [(1, 63), (64, 127), (128, 255)]
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn.evaluation import long_losses
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=300)
+        >>> tokenizer = lambda texts, **_: {"input_ids": [list(text.encode()) for text in texts]}
+        >>> read = long_losses(LlamaForCausalLM(config), tokenizer, ["abcd" * 64], length=256, progress=False)
+        >>> [(row.first, row.last) for row in read.positions]
+        [(1, 63), (64, 127), (128, 255)]
     """
     limit = position_limit(model)
     beyond = limit is not None and length > limit

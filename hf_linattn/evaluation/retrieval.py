@@ -8,12 +8,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_finite
-from ..inference import evaluation_mode, padding_token
+from ..inference import evaluation_mode, padding_token, progress_bar
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
 
@@ -40,11 +39,29 @@ def embed(
     *,
     max_length: int = 256,
     batch_size: int = 32,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Tensor:
     """Return the means of the last hidden states over each text's tokens, of length 1: [texts, width], float32.
 
-    The model is an encoder whose output has `last_hidden_state`; texts are cut to `max_length` tokens.
+    Args:
+        model: an encoder whose output has `last_hidden_state`.
+        tokenizer: the model's own.
+        texts: of any lengths.
+        max_length: tokens that texts are cut to.
+        batch_size: texts per forward.
+        progress: show a progress bar; None: where standard error is a terminal.
+
+    Raises:
+        OptionError: `max_length` is below 1.
+
+    Examples:
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import embed
+        >>> name = "sentence-transformers/all-MiniLM-L6-v2"
+        >>> model = patch_model(AutoModel.from_pretrained(name), "linear")  # doctest: +SKIP
+        >>> embed(model, AutoTokenizer.from_pretrained(name), ["a text", "another"]).shape  # doctest: +SKIP
+        torch.Size([2, 384])
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
     device = architecture.root_model(model).device
@@ -63,7 +80,7 @@ def embed(
 
 
 def in_batches(
-    read: Callable[[Sequence[int]], Tensor], lengths: Sequence[int], batch_size: int, progress: bool = False
+    read: Callable[[Sequence[int]], Tensor], lengths: Sequence[int], batch_size: int, progress: bool | None = False
 ) -> Tensor:
     """Return what `read` makes of texts, given their numbers, in float32 on the CPU: [texts, D].
 
@@ -71,7 +88,7 @@ def in_batches(
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     rows: list[Tensor] = [torch.empty(0)] * len(order)
-    for start in tqdm(range(0, len(order), batch_size), desc="embed", disable=not progress):
+    for start in progress_bar(range(0, len(order), batch_size), desc="embed", progress=progress):
         chosen = order[start : start + batch_size]
         for i, row in zip(chosen, read(chosen).float().cpu(), strict=True):
             rows[i] = row
@@ -86,16 +103,26 @@ def retrieval(
     k: int = 10,
     max_length: int = 256,
     batch_size: int = 32,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Retrieval:
     """Measure an embedding model on paragraphs that nobody had to label.
 
     Args:
+        model: as for `embed`.
+        tokenizer: as for `embed`.
         articles: the paragraphs of each article; halves are cut at the middle word.
         k: how many answers count for the recall.
+        max_length: as for `embed`.
+        batch_size: as for `embed`.
+        progress: show progress bars; None: where standard error is a terminal.
 
     Raises:
         OptionError: fewer than two articles, k below 1, or an embedding that is not finite.
+
+    Examples:
+        >>> from hf_linattn.evaluation import retrieval
+        >>> articles = [["one two three four", "five six"], ["seven eight", "nine ten"]]
+        >>> retrieval(model, tokenizer, articles)["recall"]  # doctest: +SKIP
     """
     require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
     require("k", k, k >= 1, "at least 1")

@@ -39,7 +39,13 @@ VARIANTS: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of the repeats."""
+    """Median, smallest and largest of the repeats.
+
+    Attributes:
+        median: of all repeats.
+        minimum: the smallest.
+        maximum: the largest.
+    """
 
     median: float
     minimum: float
@@ -57,9 +63,10 @@ class SpeedRow:
     Attributes:
         length: tokens per sequence of the prefill, and the context of the decoded tokens.
         batch_size: sequences at once.
-        patched_prefill, original_prefill: tokens per second, of all sequences together.
-        patched_decode, original_decode: milliseconds per step of one token for each sequence; None for a model that
-            does not decode.
+        patched_prefill: tokens per second, of all sequences together.
+        original_prefill: the same of the original.
+        patched_decode: milliseconds per step of one token for each sequence; None for a model that does not decode.
+        original_decode: the same of the original.
         original_attention: transformers' name of the attention that the original was measured with.
     """
 
@@ -96,9 +103,9 @@ def measure_speed(
 ) -> list[SpeedRow]:
     """Time a patched model and, through `original_attention`, the same model with its own attention.
 
-    Prefill is one forward without cache and gradients that computes the logits of the last token only, where the model
-    can. Decoding starts from a cache of each variant's own, filled with `length` random tokens; where a learned
-    position table has no room for more, with as many as leave room. Every repeat continues from a fresh copy of it.
+    Prefill is one forward without cache and gradients, with the last token's logits alone where the model can.
+    Decoding starts from a cache of each variant's own, filled with `length` random tokens, or as many as leave room in
+    a learned position table. Every repeat continues from a fresh copy.
 
     Args:
         model: a patched model. Its original attention is SDPA, unless it was loaded with another one.
@@ -113,16 +120,25 @@ def measure_speed(
         One row per length, shortest first. A model without a decoding state (BERT) has no decoding times.
 
     Raises:
-        PatchError, UnsupportedModelError: the model is not patched; it is an encoder-decoder, or reads no text.
-        OptionError: an option out of range, or a length beyond the positions of model or mechanisms. It is raised
-            before anything runs; clamp the lengths with `position_limit(model)`.
+        PatchError: the model is not patched.
+        UnsupportedModelError: the model is an encoder-decoder, or reads no text.
+        OptionError: an option out of range, or a length beyond `position_limit(model)`, before anything runs.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import patch_model
+        >>> from hf_linattn.evaluation import measure_speed
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> model = patch_model(LlamaForCausalLM(config), "linear")
+        >>> (row,) = measure_speed(model, [64], repeats=1, decode_tokens=2)
+        >>> row.length, row.patched_prefill.median > 0, row.original_attention
+        (64, True, 'sdpa')
     """
     lengths = check_lengths(model, lengths, margin=decode_tokens)
     for name, value, least in (("batch_size", batch_size, 1), ("repeats", repeats, 1), ("warmup", warmup, 0)):
         require(name, value, value >= least, f"at least {least}")
     decodes = decode_tokens > 0 and architecture.root_model(model).can_generate()
-    limit = position_limit(model)
-    rows = []
+    limit, rows, implementation = position_limit(model), [], _original_implementation(model)
     with evaluation_mode(model), torch.no_grad():
         for length in lengths:
             logger.info("timing %d tokens", length)
@@ -132,26 +148,22 @@ def measure_speed(
             if decodes:
                 context = length if limit is None else min(length, limit - decode_tokens)
                 decode = _time_decoding(model, input_ids[:, :context], decode_tokens, repeats, warmup)
-            rows.append(
-                SpeedRow(
-                    length=length,
-                    batch_size=batch_size,
-                    patched_prefill=prefill["patched"],
-                    original_prefill=prefill["original"],
-                    patched_decode=decode.get("patched"),
-                    original_decode=decode.get("original"),
-                    original_attention=_original_implementation(model),
-                )
-            )
+            found = (prefill["patched"], prefill["original"], decode.get("patched"), decode.get("original"))
+            rows.append(SpeedRow(length, batch_size, *found, original_attention=implementation))
     return rows
 
 
 def crossover_length(rows: Iterable[SpeedRow]) -> int | None:
     """Return the smallest measured length from which on the patched prefill stays faster, or None if it does not.
 
-    >>> slow, fast = Spread(1.0, 1.0, 1.0), Spread(2.0, 2.0, 2.0)
-    >>> crossover_length([SpeedRow(256, 1, slow, fast), SpeedRow(512, 1, fast, slow), SpeedRow(1024, 1, fast, slow)])
-    512
+    Args:
+        rows: what `measure_speed` returned.
+
+    Examples:
+        >>> from hf_linattn.evaluation import SpeedRow, Spread, crossover_length
+        >>> slow, fast = Spread(1.0, 1.0, 1.0), Spread(2.0, 2.0, 2.0)
+        >>> crossover_length([SpeedRow(256, 1, slow, fast), SpeedRow(512, 1, fast, slow)])
+        512
     """
     crossover = None
     for row in sorted(rows, key=lambda row: row.length, reverse=True):

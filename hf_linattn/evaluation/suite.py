@@ -46,7 +46,7 @@ class SuiteOptions:
         num_generated: items of each task whose answer is generated, too; None: all.
         batch_size: windows or prompts per forward; of long windows as many as have 16,384 tokens.
         seed: makes prompts of recall and chooses examples.
-        progress: show bars of recall; the harness shows its own.
+        progress: show bars of recall; None: where standard error is a terminal. The harness shows its own.
     """
 
     texts: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class SuiteOptions:
     num_generated: int | None = None
     batch_size: int = 8
     seed: int = 0
-    progress: bool = True
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         require_count("length", self.length, least=2)

@@ -25,6 +25,13 @@ class Mechanism(Forward):
     `causal_attention` and `bidirectional_attention`, and for mode "cross" `cross_state` and `cross_attention`, which
     all receive float32 (or float64) tensors, unless `takes_half`, with autocast off. It must keep the invariants of
     `hf_linattn.testing`. Any of these methods that names one more argument `call` gets the `CallOptions` of the call.
+
+    Args:
+        config: the options.
+        layer: what is known of the layer.
+
+    Raises:
+        UnsupportedModeError: the mechanism has no form that the layer needs.
     """
 
     def __init__(self, config: MechanismConfig, layer: AttentionLayer):

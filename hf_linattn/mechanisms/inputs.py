@@ -16,10 +16,16 @@ class AttentionLayer:
     """What a mechanism knows of its layer.
 
     Attributes:
-        index: position among the model's self-attention layers. num_heads: H. num_key_value_heads: Hkv, divides H.
-        head_dim: D. causal: whether a query may see only itself and earlier keys.
-        scaling: what the layer multiplies q . k by. device, dtype: where its parameters live.
-        rotation: how its rotary positions are turned; None if it has none. value_dim: Dv; None if it is D.
+        index: position among the model's self-attention layers.
+        num_heads: H.
+        num_key_value_heads: Hkv, divides H.
+        head_dim: D.
+        causal: whether a query may see only itself and earlier keys.
+        scaling: what the layer multiplies q . k by.
+        device: where its parameters live.
+        dtype: of its parameters.
+        rotation: how its rotary positions are turned; None if it has none.
+        value_dim: Dv; None if it is D.
         cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
         has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
         hidden_size: E, numbers of a token in its input; None if nothing says it.

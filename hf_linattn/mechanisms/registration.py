@@ -11,18 +11,25 @@ from .base import Mechanism
 def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]]:
     """Return a class decorator that makes a mechanism known as `name`.
 
-    Its `config_class` must be its own subclass of `MechanismConfig`: an inherited one is another mechanism's, and
-    raises `OptionError`. So does a field of it that `patch_model` takes itself, and a name that no module can have.
     A distribution can also list the class under the entry-point group `hf_linattn.mechanisms`.
 
-    >>> from dataclasses import dataclass
-    >>> from hf_linattn import Mechanism, MechanismConfig, register_mechanism
-    >>> @dataclass
-    ... class MeanConfig(MechanismConfig):
-    ...     pass
-    >>> @register_mechanism("mean_of_values")
-    ... class MeanOfValues(Mechanism):
-    ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
+    Args:
+        name: what `patch_model` is to know it by.
+
+    Raises:
+        OptionError: raised by the decorator, where another class has the name or no module can have it. So is a class
+            without a `config_class` of its own, as an inherited one is another mechanism's, or with a field in it that
+            `patch_model` takes itself.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from hf_linattn import Mechanism, MechanismConfig, register_mechanism
+        >>> @dataclass
+        ... class MeanConfig(MechanismConfig):
+        ...     pass
+        >>> @register_mechanism("mean_of_values")
+        ... class MeanOfValues(Mechanism):
+        ...     config_class, modes = MeanConfig, frozenset({"bidirectional"})
     """
     return MECHANISMS.register(name)
 
@@ -30,7 +37,9 @@ def register_mechanism(name: str) -> Callable[[type[Mechanism]], type[Mechanism]
 def list_mechanisms() -> list[str]:
     """Return the names `patch_model` accepts.
 
-    >>> {"linear", "performer", "softmax"} <= set(list_mechanisms())
-    True
+    Examples:
+        >>> from hf_linattn import list_mechanisms
+        >>> {"linear", "performer", "softmax"} <= set(list_mechanisms())
+        True
     """
     return MECHANISMS.names()

@@ -76,35 +76,37 @@ def choose_plan(
 ) -> ChosenPlan:
     """Return the plan that keeps the few key/value heads exact by which a model finds what is far back.
 
-    Nothing is trained, and the model is as before, also after an error. The file's top has the method. Where recall
-    cannot choose, for an encoder or a model that knows fewer than three answers, divergence does; a warning says so.
-    A processor that is slow in the model's dtype computes in float32, as a warning says.
+    One backward pass of the signal says what each exact head adds to what replaces it. Nothing is trained; the model
+    is as before, also after an error. A processor slow in the model's dtype computes in float32, with a warning.
 
     Args:
-        model: a model that is not patched. tokenizer: its own; None where there is nothing to tokenise.
+        model: a model that is not patched.
+        tokenizer: its own; None where there is nothing to tokenise.
         keep: a share of the key/value heads, as 0.1, or their number, as 9; of the layers where `unit` is "layer".
         unit: "head" or "layer", of which all heads have one gate.
         replace: what serves the others: a name, a mechanism config, or {"streaming": {"window_size": 128}}.
         signal: "recall", log p of the right answers of generated prompts; "divergence", minus the KL divergence from
-            the original's predictions on `batches`; "both", the mean of the two, each divided by its length.
-        search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time", which
-            open, and shut, one gate alone.
+            the original's predictions on `batches`; "both", the mean of the two, each divided by its length. Of an
+            encoder, or a model that knows fewer than three answers, divergence is used, with a warning.
+        search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time".
         batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`.
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
-        OptionError, UnknownNameError: an option that does not exist or is out of range, as nothing or everything kept;
-            a signal that is not finite.
-        DataError: the tokenizer lacks what prompts need; recall cannot choose and there are no `batches`; all rows of
-            these, or all prompts, fit into the window of what replaces heads, where it equals softmax.
-        PatchError, UnsupportedModelError, UnsupportedModeError: as for `patch_model`; it predicts no tokens.
+        OptionError: no such option or one out of range, as nothing or everything kept; a signal that is not finite.
+        UnknownNameError: no such mechanism, unit, signal or search.
+        DataError: the tokenizer lacks what prompts need, or there is no text beyond the window of what replaces heads.
+        PatchError: as for `patch_model`.
+        UnsupportedModelError: as for `patch_model`, or the model predicts no tokens.
+        UnsupportedModeError: as for `patch_model`.
 
-    The package's top has an example that runs.
+    Examples:
+        >>> from hf_linattn import choose_plan, patch_model
+        >>> model = patch_model(model, choose_plan(model, tokenizer, keep=0.1))  # doctest: +SKIP
     """
-    start = time.perf_counter()
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
-    settings = SearchOptions.from_options(options)
+    start, settings = time.perf_counter(), SearchOptions.from_options(options)
     config, texts = read_replacement(replace, unit), list(batches or ())
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")

@@ -53,15 +53,21 @@ class SearchOptions:
     """Options of `choose_plan` beside what is chosen.
 
     Attributes:
-        tasks: kinds of prompts of the recall suite; None: all. lengths: of the prompts in tokens, those within the
-            window of what replaces heads left out; None: 1,024 and 2,048, or the longest two of 256, 512, ..., up to
-            twice a longer window, that the model has positions for. num_prompts: of each kind and length. seed: of the
-            prompts.
-        prompts: prompts of your own, in place of these. haystack, chat: as for `make_prompts`.
-        state_bytes, length: in place of `keep` as many heads as the decoding state of one sequence of `length` tokens
-            may hold bytes, with the room for 256 more that exact heads have from the first decoded token on.
+        tasks: kinds of prompts of the recall suite; None: all.
+        lengths: of the prompts in tokens, those within the window of what replaces heads left out; None: 1,024 and
+            2,048, or the longest two of 256, 512, ..., up to twice a longer window, that the model has positions for.
+        num_prompts: of each kind and length.
+        seed: of the prompts.
+        prompts: prompts of your own, in place of these.
+        haystack: as for `make_prompts`.
+        chat: as for `make_prompts`.
+        state_bytes: in place of `keep`: as many heads stay exact as a decoding state of this many bytes has room for,
+            with the room for 256 more tokens that exact heads have from the first decoded token on.
+        length: tokens of the sequence whose state `state_bytes` is of.
         rounds: of the search `slope`: how often slopes are measured, with the steepest of the rounds before open.
-        steps, learning_rate: of the search `gates`. progress: show progress bars.
+        steps: of the search `gates`.
+        learning_rate: of the search `gates`.
+        progress: show progress bars; None: where standard error is a terminal.
     """
 
     tasks: Sequence[str] | None = None
@@ -76,7 +82,7 @@ class SearchOptions:
     rounds: int = 3
     steps: int = 100
     learning_rate: float = 0.05
-    progress: bool = False
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "rounds", "steps"):

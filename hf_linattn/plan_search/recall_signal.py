@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..architecture import root_model
-from ..inference import accepted
+from ..inference import accepted, progress_bar
 from .gates import Gates
 from .options import Signal
 
@@ -49,20 +48,20 @@ class RecallSignal(Signal):
         first = self._first_slopes.get(id(example))
         return super().slopes(gates, values, example) if first is None or bool(values.any()) else first
 
-    def answered(self, gates: Gates, progress: bool) -> list[Any]:
+    def answered(self, gates: Gates, progress: bool | None) -> list[Any]:
         """Return the prompts whose answer the original knows."""
-        prompts = tqdm(self.examples, desc="prompts that are answered", disable=not progress)
+        prompts = progress_bar(self.examples, desc="prompts that are answered", progress=progress)
         whole = torch.ones_like(gates.values)
         return [prompt for prompt in prompts if is_known(float(self.value(gates, whole, prompt)), prompt.answer_ids)]
 
-    def keep_lost(self, gates: Gates, least: int, progress: bool) -> None:
+    def keep_lost(self, gates: Gates, least: int, progress: bool | None) -> None:
         """Leave the prompts alone whose answer is not known with all gates shut, if there are `least`.
 
         The forward that says so is that of their first slopes, too. A prompt whose likelihood is not finite is none of
         them, as a warning says.
         """
         lost = []
-        for prompt in tqdm(self.examples, desc="prompts that are lost", disable=not progress):
+        for prompt in progress_bar(self.examples, desc="prompts that are lost", progress=progress):
             shut = torch.zeros_like(gates.values).requires_grad_()
             with torch.enable_grad():
                 value = self.value(gates, shut, prompt)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from ..inference import progress_bar
 from .gates import Gates
 from .options import SearchOptions, Signal
 
@@ -19,7 +19,7 @@ def values_of_single_gates(
     whole = torch.zeros(len(signal.examples), dtype=alike.dtype)
     single = torch.zeros(len(signal.examples), len(alike), dtype=alike.dtype)
     count = len(signal.examples) * len(alike)
-    with tqdm(total=count, desc=f"single heads by {signal.name}", disable=not options.progress) as bar:
+    with progress_bar(total=count, desc=f"single heads by {signal.name}", progress=options.progress) as bar:
         for row, example in enumerate(signal.examples):
             whole[row] = signal.value(gates, alike, example)
             for unit in range(len(alike)):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from ..inference import progress_bar
 from .gates import Gates
 from .options import SearchOptions, Signal, mean_scores, row_lengths
 
@@ -38,7 +38,7 @@ def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Te
 
 def slopes_at(gates: Gates, signal: Signal, values: Tensor, options: SearchOptions) -> Tensor:
     """Return d signal / d g at the gates `values` [U], for each example: [E, U]."""
-    examples = tqdm(signal.examples, desc=f"slopes of {signal.name}", disable=not options.progress)
+    examples = progress_bar(signal.examples, desc=f"slopes of {signal.name}", progress=options.progress)
     rows = []
     for number, example in enumerate(examples):
         rows.append(signal.slopes(gates, values, example))

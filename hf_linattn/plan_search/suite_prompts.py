@@ -75,7 +75,7 @@ def _lengths(limit: int | None, window: int) -> list[int]:
 
 
 def in_own_words(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], progress: bool
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[Any], progress: bool | None
 ) -> list[Any]:
     """Return the prompts whose answers a model knows, with these as it writes them itself.
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from ..inference import progress_bar
 from .gates import Gates
 from .options import SearchOptions, Signal, mean_scores, row_lengths
 from .slope import slopes_at
@@ -29,7 +29,7 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
     at_margin = steepness.topk(keep).values[-1].clamp(min=torch.finfo(steepness.dtype).tiny)
     trained = at_a_price((steepness / at_margin).clamp(0, 1), keep).requires_grad_()
     optimizer = torch.optim.Adam([trained], lr=options.learning_rate, eps=NOISE)
-    steps = tqdm(range(options.steps), desc=f"gates by {signal.name}", disable=not options.progress)
+    steps = progress_bar(range(options.steps), desc=f"gates by {signal.name}", progress=options.progress)
     for step in steps:
         number = step % len(signal.examples)
         with torch.enable_grad():

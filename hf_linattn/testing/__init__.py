@@ -1,9 +1,4 @@
-"""The invariants every mechanism must keep, for anyone's mechanism.
-
->>> from hf_linattn.testing import check_mechanism
->>> check_mechanism("linear", architectures=["gpt2"]).failures  # doctest: +SKIP
-[]
-"""
+"""The invariants every mechanism must keep, for anyone's mechanism."""
 
 from __future__ import annotations
 
@@ -130,6 +125,11 @@ def check_mechanism(
         UnknownNameError: no such mechanism or architecture.
         OptionError: no such option, or a class that is not registered.
         UnsupportedModeError: none of the architectures needs a form that the mechanism has.
+
+    Examples:
+        >>> from hf_linattn.testing import check_mechanism
+        >>> check_mechanism("linear", architectures=["gpt2"]).failures  # doctest: +SKIP
+        []
     """
     name = mechanism if isinstance(mechanism, str) else mechanism.config_class.mechanism
     registered = isinstance(mechanism, str) or (name in MECHANISMS.names() and MECHANISMS.get(name) is mechanism)

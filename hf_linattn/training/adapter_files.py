@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
 from hf_linattn.architecture import root_model
-from hf_linattn.atomic_io import write_text, write_whole
+from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.errors import CheckpointError, PatchError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.position_tables import position_tables
@@ -108,17 +108,23 @@ def positions_of(model: nn.Module) -> int | None:
 def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_trainable: bool = False) -> PeftModel:
     """Patch a model and give it the mechanisms and LoRA weights that `save_adapter` wrote.
 
-        model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
-        model = load_adapter(model, "runs/mine/adapter")  # .merge_and_unload() gives a model without PEFT
+    `merge_and_unload()` of the result gives a model without PEFT.
 
     Args:
         model: the original, or one that is patched as the adapter says; it is changed in place.
-        path: a folder, or a name on the Hub. is_trainable: whether adapters and mechanisms are to be trained on.
+        path: a folder, or a name on the Hub.
+        is_trainable: whether adapters and mechanisms are to be trained on.
 
     Raises:
         CheckpointError: the folder cannot be read, is no adapter of this library, or belongs to another model.
         PatchError: the model is patched otherwise.
         HfLinattnError: as `patch_model` raises, for a model that cannot be patched so. The model is then as it was.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn.training.adapter_files import load_adapter
+        >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
+        >>> model = load_adapter(model, "runs/mine/adapter")  # doctest: +SKIP
     """
     with reading("path", path, "give a folder that a recipe wrote with save_adapter, or its name on the Hub"):
         config = PeftConfig.from_pretrained(path)
@@ -175,9 +181,26 @@ def save_adapter(
 
     Args:
         adapted: a patched model with LoRA adapters, as `add_adapters` makes it.
-        base: name or folder of the original. max_positions: that it was extended to; None: it was not.
+        folder: is made if it does not exist.
+        base: name or folder of the original.
+        max_positions: that it was extended to; None: it was not.
         dtype: of the tensors but for integers, such as counters; None: as they are.
         before: an adapter that was merged into the model before these were added; the result is the sum of both.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_linattn import is_patched, patch_model
+        >>> from hf_linattn.training.adapter_files import load_adapter, save_adapter
+        >>> from hf_linattn.training.adapters import add_adapters
+        >>> config = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        >>> adapted = add_adapters(patch_model(LlamaForCausalLM(config), "hedgehog"), rank=2)
+        >>> with TemporaryDirectory() as folder:
+        ...     save_adapter(adapted, Path(folder), base="a-llama")
+        ...     loaded = load_adapter(LlamaForCausalLM(config), folder)
+        >>> is_patched(loaded)
+        True
     """
     config: Any = adapted.peft_config["default"]
     state = dict(get_peft_model_state_dict(adapted, save_embedding_layers=False))
@@ -202,7 +225,7 @@ def save_adapter(
     write_whole(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     plain = described.to_dict()
     lists = {name: sorted(value) if isinstance(value, set) else value for name, value in plain.items()}
-    write_text(folder / CONFIG_FILE, json.dumps(lists, indent=2, sort_keys=True) + "\n")
+    write_json(folder / CONFIG_FILE, lists, indent=2, sort_keys=True)
 
 
 def summed(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:

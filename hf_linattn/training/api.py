@@ -44,7 +44,11 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Calibrate(StageOptions):
-    """Fit the mechanisms to the original's attention, in closed form where there is one."""
+    """Fit the mechanisms to the original's attention, in closed form where there is one.
+
+    Attributes:
+        tokens: of the text that they are fitted to.
+    """
 
     names = {"tokens": "calibration_tokens"}
 
@@ -54,8 +58,10 @@ class Align(StageOptions):
     """Train the mechanisms on the original's inputs of each layer, all layers in one forward (attention transfer).
 
     Attributes:
-        learning_rate: its peak. block_layers: compare what comes out of blocks of that many layers.
-        weights_weight: of the divergence from softmax's attention weights.
+        tokens: of training.
+        learning_rate: its peak.
+        block_layers: compare what comes out of blocks of that many layers; None: of each layer.
+        weights_weight: of the divergence from softmax's attention weights, of single layers; None: 1.
     """
 
     learning_rate: float = 1e-3
@@ -72,9 +78,12 @@ class Distill(StageOptions):
     """Train the model on what the original predicts, an embedding model on its embeddings.
 
     Attributes:
-        learning_rate: its peak. block_size: tokens of a row. lora_rank: of adapters; None: all weights.
-        kl_weight, ce_weight: of the divergence from the original, and of the text's cross-entropy; None: 1 and 0, of
-            embedding models, whose weights are options of the recipe, neither.
+        tokens: of training.
+        learning_rate: its peak.
+        block_size: tokens of a row.
+        lora_rank: of adapters; None: all weights are trained.
+        kl_weight: of the divergence from the original; None: 1. Embedding models have other weights, of the recipe.
+        ce_weight: of the text's cross-entropy; None: 0.
     """
 
     learning_rate: float = 1e-3
@@ -92,7 +101,10 @@ class Lengthen(StageOptions):
     """Go on with longer rows.
 
     Attributes:
-        block_size: tokens of a row. learning_rate: its peak; None: as before. recall_share: of generated recall.
+        tokens: of training.
+        block_size: tokens of a row.
+        learning_rate: its peak; None: as before.
+        recall_share: share of the tokens that are generated recall.
     """
 
     block_size: int = 4096
@@ -158,17 +170,22 @@ class Finetuning(Recipe):
     """Convert a pretrained model and fine-tune it on text, beside a control: `recipes/finetune.py` from Python.
 
     Args:
-        model: folder or name of the original. plan: name of a mechanism, or a plan as `patch_model` takes it.
-        train_dataset: documents in the column `text_column`; what is missing of the next two is cut from it.
+        model: folder or name of the original.
+        plan: name of a mechanism, or a plan as `patch_model` takes it.
+        train_dataset: documents in the column `text_column`; the next two are cut from it where they are not given.
         output_dir: takes the model, the report and the checkpoints.
-        eval_dataset, test_dataset: choose the weights that are kept, and give the reported perplexities.
-        options: any option of the recipe, such as `max_train_tokens`, `learning_rates` and `calibration_tokens`.
+        eval_dataset: chooses the weights that are kept.
+        test_dataset: gives the reported perplexities.
+        **options: any option of the recipe, such as `max_train_tokens`, `learning_rates` and `calibration_tokens`.
 
     Raises:
         OptionError: an option that is unknown or does not fit; as `run` does.
+        DataError: a data set that is not in memory.
 
-        options = {"calibration_tokens": 32_768, "max_train_tokens": 1_000_000, "learning_rates": [1e-3]}
-        report = Finetuning("gpt2", "hybrid", documents, "out", **options).run()
+    Examples:
+        >>> from hf_linattn.training.api import Finetuning
+        >>> options = {"calibration_tokens": 32_768, "max_train_tokens": 1_000_000, "learning_rates": [1e-3]}
+        >>> report = Finetuning("gpt2", "hybrid", documents, "out", **options).run()  # doctest: +SKIP
     """
 
     kinds = FINETUNING
@@ -178,18 +195,24 @@ class Distillation(Recipe):
     """Convert a pretrained model and have the original teach it, stage by stage: `recipes/distill.py` from Python.
 
     Args:
-        model: folder or name of the original. plan: name of a mechanism, or a plan as `patch_model` takes it.
-        train_dataset: documents in the column `text_column`; what is missing of the next two is cut from it.
+        model: folder or name of the original.
+        plan: name of a mechanism, or a plan as `patch_model` takes it.
+        train_dataset: documents in the column `text_column`; the last two are cut from it where they are not given.
         stages: some of `Calibrate`, `Align`, `Distill` and `Lengthen`, in this order, with `Distill`.
         output_dir: takes the model, the report and the checkpoints.
-        eval_dataset, test_dataset: choose the weights that are kept, and give the reported perplexities.
-        options: any other option of the recipe, such as `per_device_train_batch_size`.
+        eval_dataset: chooses the weights that are kept.
+        test_dataset: gives the reported perplexities.
+        **options: any other option of the recipe, such as `per_device_train_batch_size`.
 
     Raises:
         OptionError: stages that are out of order, or an option that is unknown or does not fit; as `run` does.
+        DataError: a data set that is not in memory.
 
-        stages = [Align(100_000), Distill(800_000, lora_rank=8), Lengthen(100_000, block_size=4096)]
-        report = Distillation("HuggingFaceTB/SmolLM2-135M-Instruct", "hybrid", documents, stages, "out").run()
+    Examples:
+        >>> from hf_linattn.training.api import Align, Distill, Distillation, Lengthen
+        >>> stages = [Align(100_000), Distill(800_000, lora_rank=8), Lengthen(100_000, block_size=4096)]
+        >>> model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        >>> report = Distillation(model, "hybrid", documents, stages, "out").run()  # doctest: +SKIP
     """
 
     kinds = DISTILLATION

@@ -14,7 +14,7 @@ from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.samples import Sample
 from hf_linattn.training.arguments import AUTO, Arguments, DataArguments, ModelArguments, RecipeArguments
 from hf_linattn.training.conversations import render_conversations
-from hf_linattn.training.data import TrainingData, load_text_splits, text_splits
+from hf_linattn.training.data import TrainingData, read_splits, text_splits
 
 
 class TextEncoder(NamedTuple):
@@ -48,8 +48,7 @@ class Task:
     def load(self, data: DataArguments) -> DatasetDict:
         """Load the three splits."""
         files = data.train_file, data.validation_file, data.test_file
-        column, answers = data.text_column, data.completion_only
-        return load_text_splits(data.dataset_name, data.dataset_config_name, *files, column, conversations=answers)
+        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
 
     def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         """Return the three splits of a data set in memory."""

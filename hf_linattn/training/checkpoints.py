@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _name_best(path: Path) -> None:
     """Have a checkpoint name its best one where that lies now."""
     best, state = best_checkpoint(path), read_state(path)
     if best is not None and str(best) != state[BEST]:
-        write_text(path / TRAINER_STATE, json.dumps(state | {BEST: str(best)}, indent=2, sort_keys=True) + "\n")
+        write_json(path / TRAINER_STATE, state | {BEST: str(best)}, indent=2, sort_keys=True)
 
 
 def _is_unfinished(shards: Path) -> bool:

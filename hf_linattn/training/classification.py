@@ -26,7 +26,7 @@ from hf_linattn.inference import evaluation_mode
 from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
-from hf_linattn.training.data import TrainingData, read_splits, text_splits
+from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.heads import check_classes
 
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
@@ -62,10 +62,6 @@ class SequenceClassification(Task):
     def check_options(self, arguments: Arguments) -> None:
         super().check_options(arguments)
         refuse_chosen_layers(arguments.model)
-
-    def load(self, data: DataArguments) -> DatasetDict:
-        files = data.train_file, data.validation_file, data.test_file
-        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
 
     def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         columns = data.text_column, data.label_column

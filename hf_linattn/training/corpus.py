@@ -1,7 +1,7 @@
 """English text that every Python carries: the documentation of its own standard library.
 
 Language-model recipes need text, and this one needs no network: the docstrings of the standard library's modules,
-one document per module in the manner of ``help(module)``, and the language reference's topics behind ``help("if")``.
+one document per module in the manner of `help(module)`, and the language reference's topics behind `help("if")`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def standard_library_corpus(include_source: bool = False) -> DatasetDict:
-    """Return the standard library's documentation as ``DatasetDict(train, validation, test)``.
+    """Return the standard library's documentation as `DatasetDict(train, validation, test)`.
 
-    Columns: ``text`` (one whole document) and ``module`` (its dotted name; for a topic, ``pydoc_data.topics:<name>``).
+    Columns: `text` (one whole document) and `module` (its dotted name; for a topic, `pydoc_data.topics:<name>`).
     A module's document lists its classes, functions and methods, each as a signature line and its docstring. The
-    sources are read with ``ast``; no module is imported.
+    sources are read with `ast`; no module is imported.
 
-    The split is by top-level package (see :func:`split_of`), so that a package's submodules stay on one side. All
+    The split is by top-level package (see `split_of`), so that a package's submodules stay on one side. All
     topics train: they quote each other at length, and a held-out topic would not be unseen text.
 
     Args:
@@ -66,7 +66,7 @@ def standard_library_corpus(include_source: bool = False) -> DatasetDict:
 def installed_documentation(packages: Sequence[str] = DOCUMENTED_PACKAGES) -> Dataset:
     """Return the documentation of installed packages, one document per module, as the standard library's is written.
 
-    Columns: ``text`` and ``module``. Tests and vendored copies of other packages are left out. The text depends on the
+    Columns: `text` and `module`. Tests and vendored copies of other packages are left out. The text depends on the
     versions installed. The packages of the default hold 25 million characters; reading them takes about a minute.
 
     Raises:
@@ -97,9 +97,9 @@ def _documents() -> list[tuple[str, str, str]]:
 
 
 def split_of(module: str) -> str:
-    """Return the split of a module: a stable hash of its top-level package, compared with the shares in ``SPLITS``.
+    """Return the split of a module: a stable hash of its top-level package, compared with the shares in `SPLITS`.
 
-    An accelerator's pure-Python twin (``_pydecimal``, ``_pyio``, ``_strptime``) goes where its public name goes.
+    An accelerator's pure-Python twin (`_pydecimal`, `_pyio`, `_strptime`) goes where its public name goes.
 
     >>> split_of("json.decoder") == split_of("json")
     True
@@ -115,7 +115,7 @@ def split_of(module: str) -> str:
 
 
 def module_documentation(name: str, source: str) -> str:
-    """Return the docstrings of a module's source as one text, or ``""`` where it documents nothing.
+    """Return the docstrings of a module's source as one text, or `""` where it documents nothing.
 
     >>> print(module_documentation("shapes", 'def area(r):\\n    "Area of a disc of radius r."'))
     Help on module shapes:
@@ -148,7 +148,7 @@ def _documented(body: list[ast.stmt], indent: str) -> Iterator[str]:
 
 
 def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """``class Name(bases)`` or ``name(arguments)``."""
+    """`class Name(bases)` or `name(arguments)`."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, node.bases))
         return f"class {node.name}({bases})" if bases else f"class {node.name}"

@@ -1,8 +1,8 @@
 """From text to rows of tokens: loading splits, packing documents without attending across borders, masking.
 
-A packed row holds several documents one after another. What keeps them apart is ``position_ids``, which restart at 0
+A packed row holds several documents one after another. What keeps them apart is `position_ids`, which restart at 0
 with every document: causal transformers models then build a block-diagonal mask, provided they receive neither an
-``attention_mask`` nor a cache (train with ``model.config.use_cache = False``), and a patched model resets its state.
+`attention_mask` nor a cache (train with `model.config.use_cache = False`), and a patched model resets its state.
 Bidirectional transformers models ignore the restarts unless they are patched.
 """
 
@@ -72,22 +72,22 @@ def load_text_splits(
     label_column: str | None = None,
     conversations: bool = False,
 ) -> DatasetDict:
-    """Return ``DatasetDict(train, validation, test)`` whose column ``text`` holds one document per row.
+    """Return `DatasetDict(train, validation, test)` whose column `text` holds one document per row.
 
-    With a ``label_column`` there is a second column, ``label``, the document's class.
+    With a `label_column` there is a second column, `label`, the document's class.
 
-    With ``conversations`` a document is a list of turns, mappings with ``role`` and ``content``.
+    With `conversations` a document is a list of turns, mappings with `role` and `content`.
 
-    The text comes from a dataset of the Hub, or from local files (``.txt`` and ``.md``: the whole file is one
-    document, since a language model gains from every word of context; ``.json``, ``.jsonl``, ``.csv``, ``.parquet``:
-    one document per row), or, when nothing is given, from :func:`~hf_linattn.training.corpus.standard_library_corpus`.
+    The text comes from a dataset of the Hub, or from local files (`.txt` and `.md`: the whole file is one
+    document, since a language model gains from every word of context; `.json`, `.jsonl`, `.csv`, `.parquet`:
+    one document per row), or, when nothing is given, from `standard_library_corpus`.
 
     A held-out split that the source lacks is cut from the training split: 5 % of its documents, drawn alike each time,
     so no document is ever in two splits. Of fewer than 3 documents the end of the longest is cut off, as of a book.
 
     Raises:
-        DataError: a file is missing, empty, damaged or of an unknown kind, no split trains, ``text_column`` does not
-            exist or holds no strings, ``label_column`` does not exist or holds neither integers nor strings, or a
+        DataError: a file is missing, empty, damaged or of an unknown kind, no split trains, `text_column` does not
+            exist or holds no strings, `label_column` does not exist or holds neither integers nor strings, or a
             split holds no text.
 
     >>> splits = load_text_splits()
@@ -105,7 +105,7 @@ def read_splits(
     validation_file: str | Path | None = None,
     test_file: str | Path | None = None,
 ) -> DatasetDict:
-    """Return the splits that a source has, with all their columns; see :func:`load_text_splits`."""
+    """Return the splits that a source has, with all their columns; see `load_text_splits`."""
     given = {"train": train_file, "validation": validation_file, "test": test_file}
     files = {split: Path(path) for split, path in given.items() if path is not None}
     if dataset_name and files:
@@ -127,9 +127,9 @@ def text_splits(
     pair_column: str | None = None,
     label_kinds: Sequence[str] = CLASSES,
 ) -> DatasetDict:
-    """Return training, validation and test split of a data set in memory, as :func:`load_text_splits` does.
+    """Return training, validation and test split of a data set in memory, as `load_text_splits` does.
 
-    With a ``pair_column`` there is a column ``text_pair``, a second text. ``label_kinds``: what labels may be.
+    With a `pair_column` there is a column `text_pair`, a second text. `label_kinds`: what labels may be.
     """
     if "train" not in splits:
         raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
@@ -142,7 +142,7 @@ def text_splits(
 
 
 def is_held_out(splits: Mapping[str, Dataset]) -> bool:
-    """Return whether the test split of :func:`load_text_splits` was cut from the training split of its source."""
+    """Return whether the test split of `load_text_splits` was cut from the training split of its source."""
     return splits["test"].split == splits["train"].split  # the source's names, which parts of a split keep
 
 
@@ -154,23 +154,23 @@ def tokenize_and_pack(
     add_bos_eos: bool = True,
     text_column: str = "text",
 ) -> Dataset:
-    """Return rows of exactly ``block_size`` tokens: ``input_ids``, ``position_ids`` and ``labels``, all int64 tensors.
+    """Return rows of exactly `block_size` tokens: `input_ids`, `position_ids` and `labels`, all int64 tensors.
 
     Documents follow each other without padding; a document that does not fit goes on in the next row as a segment of
-    its own. ``position_ids`` restart at 0 at every segment. ``labels`` equal ``input_ids`` except for the first token
+    its own. `position_ids` restart at 0 at every segment. `labels` equal `input_ids` except for the first token
     of a segment, which is -100: it would otherwise be predicted from another document. The last, incomplete row is
-    dropped. Where the dataset says where ``answers`` stand in its texts, labels are -100 outside them too, and rows
+    dropped. Where the dataset says where `answers` stand in its texts, labels are -100 outside them too, and rows
     without any are left out; texts then are as the chat template wrote them, and get no tokens more.
 
-    There is no ``attention_mask``: giving one would switch off transformers' detection of packed rows.
+    There is no `attention_mask`: giving one would switch off transformers' detection of packed rows.
 
     Args:
         max_tokens: stop after this many tokens (rounded down to whole rows); None takes all.
-        add_bos_eos: put the tokenizer's beginning-of-text token (``bos_token``, else ``cls_token``) before each
-            document and its end (``eos_token``, else ``sep_token``) after it, where it has them.
+        add_bos_eos: put the tokenizer's beginning-of-text token (`bos_token`, else `cls_token`) before each
+            document and its end (`eos_token`, else `sep_token`) after it, where it has them.
 
     Raises:
-        DataError: ``block_size`` or ``max_tokens`` leaves no row, or the text fills none.
+        DataError: `block_size` or `max_tokens` leaves no row, or the text fills none.
     """
     if block_size < 2:
         raise DataError(f"block_size={block_size}: a row needs at least 2 tokens to predict one")
@@ -197,11 +197,11 @@ def tokenize_and_pack(
 
 
 class PackedMaskingCollator:
-    """Stack packed rows and mask them for masked language modelling; ``position_ids`` stay, no mask is added.
+    """Stack packed rows and mask them for masked language modelling; `position_ids` stay, no mask is added.
 
-    Masking is that of transformers' ``DataCollatorForLanguageModeling`` (of the chosen tokens 80 % become the mask
+    Masking is that of transformers' `DataCollatorForLanguageModeling` (of the chosen tokens 80 % become the mask
     token, 10 % a random token, 10 % stay; special tokens are never chosen), whose own padding would add the
-    ``attention_mask`` that hides the restarts of ``position_ids``.
+    `attention_mask` that hides the restarts of `position_ids`.
 
     Args:
         mlm_probability: share of the tokens to predict.
@@ -266,7 +266,7 @@ def text_of(
     conversations: bool = False,
     label_kinds: Sequence[str] = CLASSES,
 ) -> Dataset:
-    """Keep the columns of texts and labels alone, as ``text``, ``text_pair`` and ``label``, and the rows with text."""
+    """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text."""
     kinds = ("a list",) if conversations else STRINGS
     wanted = "conversations, lists of turns" if conversations else "strings"
     columns = {"text": _column(split, dataset, ("text_column", text_column), kinds, wanted)}
@@ -320,7 +320,7 @@ def _cut_off(train: Dataset, split: str) -> tuple[Dataset, Dataset]:
 def _tokenize(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str, add_bos_eos: bool, max_tokens: int | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Token ids of the documents in order, and which are learnt, stopping once there are ``max_tokens``."""
+    """Token ids of the documents in order, and which are learnt, stopping once there are `max_tokens`."""
     first = tokenizer.cls_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     last = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     head, tail = ([token] if add_bos_eos and token is not None else [] for token in (first, last))

@@ -20,7 +20,7 @@ from hf_linattn.sentence_models import SentenceModel
 from hf_linattn.training.arguments import Arguments, DataArguments
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.classification import PaddingCollator
-from hf_linattn.training.data import TrainingData, read_splits, text_splits
+from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.losses.loss_module import LossModule
 
@@ -75,10 +75,6 @@ class Embeddings(Task):
             raise OptionError("cosine_weight, similarity_weight and hidden_weight are 0; nothing teaches, raise one")
         if weights.similarity and training.per_device_train_batch_size < 2 and not any(weights[:2]):
             raise OptionError("per_device_train_batch_size=1: one text has no others to be compared with; give 2")
-
-    def load(self, data: DataArguments) -> DatasetDict:
-        files = data.train_file, data.validation_file, data.test_file
-        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
 
     def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         return text_splits(splits, data.text_column, pair_column=data.text_pair_column)

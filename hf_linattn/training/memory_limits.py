@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from hf_linattn.errors import OptionError
-from hf_linattn.reading import is_out_of_memory, size_said
+from hf_linattn.memory_errors import is_out_of_memory, size_said
 from hf_linattn.training.arguments import FULL, Arguments
 from hf_linattn.training.same_run import BATCHES, step_rows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
@@ -68,7 +68,7 @@ class RunDirectory:
         """Write the result of a stage, whole or not at all, from the main process only."""
         if not self.training.should_save:
             return
-        write_text(self._file(name), json.dumps(result, indent=1) + "\n")
+        write_json(self._file(name), result)
 
     def once(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the result of a stage that one process computes while the others wait; recorded, so done once."""

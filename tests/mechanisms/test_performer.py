@@ -5,20 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_linattn import OptionError, UnknownNameError, get_mechanisms, patch_model
+from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.backends import use_backend
 from hf_linattn.config import make_config
 from hf_linattn.ops import reference
 from hf_linattn.testing import Case, random_tokens, tiny_model
-
-
-def projections(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [m.feature_map.projection.clone() for m in get_mechanisms(model).values()]
+from tests.helpers import directions_of
 
 
 def test_layers_and_seeds_have_their_own_directions():
-    first = projections(patch_model(tiny_model("gpt2", True), "performer"))
-    other = projections(patch_model(tiny_model("gpt2", True), "performer", seed=1))
+    first = directions_of(patch_model(tiny_model("gpt2", True), "performer"))
+    other = directions_of(patch_model(tiny_model("gpt2", True), "performer", seed=1))
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[0], other[0])
 
@@ -59,21 +56,21 @@ def test_the_error_falls_as_the_root_of_num_features_and_is_almost_all_variance(
 
 def test_directions_are_redrawn_in_training_only_and_never_between_prefill_and_decoding():
     model = patch_model(tiny_model("gpt2", True, torch.float32), "performer", redraw_interval=2)
-    tokens, first = random_tokens(1, 9), projections(model)
+    tokens, first = random_tokens(1, 9), directions_of(model)
     model.eval()
     for _ in range(5):
         model(tokens)
-    assert all(torch.equal(a, b) for a, b in zip(first, projections(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, directions_of(model), strict=True))
     model.train()
     for _ in range(2):
         model(tokens)
-    assert torch.equal(first[0], projections(model)[0])
+    assert torch.equal(first[0], directions_of(model)[0])
     model(tokens)
-    second = projections(model)
+    second = directions_of(model)
     assert not torch.equal(first[0], second[0])
     model.eval()
     model.generate(tokens, max_new_tokens=5, do_sample=False)
-    assert torch.equal(second[0], projections(model)[0])
+    assert torch.equal(second[0], directions_of(model)[0])
 
 
 def test_a_resumed_run_draws_what_an_unbroken_one_would():
@@ -87,7 +84,7 @@ def test_a_resumed_run_draws_what_an_unbroken_one_would():
     resumed.load_state_dict(broken.state_dict())
     for _ in range(4):
         unbroken(tokens), resumed(tokens)
-    assert all(torch.equal(a, b) for a, b in zip(projections(unbroken), projections(resumed), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(directions_of(unbroken), directions_of(resumed), strict=True))
 
 
 def test_checkpointed_recomputation_sees_the_directions_of_its_forward():

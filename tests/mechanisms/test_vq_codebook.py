@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import calibrate, get_mechanisms, patch_model
-from hf_linattn.attention_call import intercept_attention
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.models import positions_of
+from tests.helpers import layer_errors
 
 SMALL = {"num_codes": 5, "block_size": 8}
 LENGTH = 61
@@ -128,23 +128,6 @@ def batch(seed: int = 0, rows: int = 4, length: int = 120) -> dict[str, torch.Te
 
 def buffers(model) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in model.named_buffers() if "hf_linattn" in name}
-
-
-@torch.no_grad()
-def layer_errors(model, inputs) -> list[float]:
-    mechanisms, errors = get_mechanisms(model), []
-
-    def watch(mechanism):
-        def answer(call):
-            target = call.run_softmax(mechanism)
-            errors.append(float((call.run(mechanism) - target).square().sum() / target.square().sum()))
-            return target
-
-        return answer
-
-    with intercept_attention(mechanisms, {path: watch(mechanism) for path, mechanism in mechanisms.items()}):
-        model(**inputs, use_cache=False)
-    return errors
 
 
 @pytest.mark.parametrize("architecture", ["bert", "llama"])

@@ -12,18 +12,9 @@ from hf_linattn.ops.linear.interface import Features, causal_linear_attention, l
 from hf_linattn.ops.linear.torch import LinearState
 from hf_linattn.ops.linear.torch_open_length import Passage
 from hf_linattn.testing.counters import elements_written
+from tests.ops.feature_maps import elu_map, exp_map
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 41, 3, 5
-
-
-def elu_map(x: torch.Tensor) -> Features:
-    return Features(F.elu(x) + 1)
-
-
-def exp_map(x: torch.Tensor) -> Features:
-    """exp(3 x), its largest exponent in the log scale."""
-    log_scale = 3 * x.amax(-1)
-    return Features((3 * x - log_scale[..., None]).exp(), log_scale)
 
 
 PLAIN = {"elu": (elu_map, lambda x: F.elu(x) + 1), "exp": (exp_map, lambda x: (3 * x).exp())}

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_linattn.errors import DataError, OptionError
-from hf_linattn.reading import is_out_of_memory, size_said
+from hf_linattn.memory_errors import is_out_of_memory, size_said
 from hf_linattn.report import Report
 from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.stages.base import OneProcessStage

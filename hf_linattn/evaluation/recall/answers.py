@@ -9,13 +9,12 @@ from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import architecture
 from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
-from ...inference import accepted, evaluation_mode, padding_token
+from ...inference import accepted, evaluation_mode, padding_token, progress_bar
 from ..generation import GREEDY
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
@@ -28,8 +27,11 @@ class RecallAnswer(TypedDict):
     """What a model answers to one prompt.
 
     Attributes:
-        task, length, depth: of the prompt.
-        answers: texts that a right answer contains. written: the model's greedy continuation.
+        task: of the prompt.
+        length: of the prompt.
+        depth: of the prompt.
+        answers: texts that a right answer contains.
+        written: the model's greedy continuation.
         found: share of the answers in it; of a multiple choice 1 or 0, whether its first word is the right letter.
         log_likelihood: of the right continuation, in nats.
         rank: of the right continuation's log-likelihood among those of the wrong ones, 1 is the greatest; a wrong one
@@ -63,7 +65,7 @@ def answer_prompts(
     prompts: Sequence[RecallPrompt],
     *,
     batch_size: int = 4,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> list[RecallAnswer]:
     """Return what a causal language model answers to each prompt, in their order.
 
@@ -72,13 +74,21 @@ def answer_prompts(
 
     Args:
         model: with a causal language-modelling head, patched or not.
+        tokenizer: the model's own.
+        prompts: of one task, as `make_prompts` writes them.
         batch_size: prompts per forward; it changes nothing but rounding.
+        progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         OptionError: `batch_size` is below 1, a prompt with its answer is longer than the model's positions, or a
             log-likelihood is not finite.
         DataError: there are no prompts, or they have not all as many wrong answers: give those of one task at a time.
         UnsupportedModelError: the model has no causal language-modelling head.
+
+    Examples:
+        >>> from hf_linattn.evaluation import answer_prompts, make_prompts
+        >>> prompts = make_prompts("single_noise", tokenizer, 1024, count=4)  # doctest: +SKIP
+        >>> [answer["found"] for answer in answer_prompts(model, tokenizer, prompts)]  # doctest: +SKIP
     """
     if len({len(prompt.wrong_ids) for prompt in prompts}) > 1:
         raise DataError("prompts have unlike numbers of wrong answers; give those of one task at a time")
@@ -91,7 +101,7 @@ def own_answers(
     prompts: Sequence[RecallPrompt],
     *,
     batch_size: int = 4,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> list[OwnAnswer | None]:
     """Return how a causal language model itself writes the answer of each prompt; None if it does not.
 
@@ -106,7 +116,7 @@ def _in_batches(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[RecallPrompt],
     size: int,
-    progress: bool,
+    progress: bool | None,
     tokens: Callable[[RecallPrompt], int],
     answers: Callable[[_Batch], list[Answer]],
 ) -> list[Answer]:
@@ -127,7 +137,8 @@ def _in_batches(
             f" the model {limit} positions; make it with length and positions of at most {limit}"
         )
     found: dict[int, Answer] = {}
-    with evaluation_mode(model), torch.no_grad(), tqdm(total=len(prompts), desc="recall", disable=not progress) as bar:
+    shown = progress_bar(total=len(prompts), desc="recall", progress=progress)
+    with evaluation_mode(model), torch.no_grad(), shown as bar:
         for numbers in _groups(prompts, size, limit):
             batch = _Batch(root, tokenizer, [prompts[i] for i in numbers], limit)
             found.update(zip(numbers, answers(batch), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -25,10 +25,14 @@ class RecallRow(TypedDict):
     """How many prompts of a task and length were answered, at all depths or in one bin of them.
 
     Attributes:
+        task: its name.
+        length: tokens of prompt and answer, at most.
         depth: [first, last) of the needle's depths, None for all of them.
         num_samples: prompts.
-        found, found_interval: mean share of the answers in the text that was written; 95 % (Wilson).
-        first, first_interval: share of prompts whose right answer is the likeliest of all candidates; 95 % (Wilson).
+        found: mean share of the answers in the text that was written.
+        found_interval: 95 % (Wilson).
+        first: share of prompts whose right answer is the likeliest of all candidates.
+        first_interval: 95 % (Wilson).
         chance: what `first` is for a model that has seen nothing: mean of 1 / candidates.
         mean_rank: of the right answer, 1 is the best.
         log_likelihood: of the right answer, mean in nats.
@@ -60,20 +64,20 @@ def recall(
     haystack: Sequence[str] | None = None,
     chat: bool = False,
     batch_size: int = 4,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> list[RecallRow]:
     """Return how much of what stands in long prompts a causal language model recalls.
 
     Each prompt is answered twice. In writing: greedily, and what counts is the share of the answers that the text
     contains, as in RULER (Hsieh et al. 2024, arXiv 2404.06654). And by likelihood: the rank of the right answer among
-    wrong ones of the same form, which are what else the prompt holds of that form (values of other keys, other phone
-    numbers, other words of the list), then others that it does not hold.
+    wrong ones of the same form, first those that the prompt holds, as values of other keys, then others.
 
     Deviations from RULER: a model may write 16 tokens more than one and a half times the answer, not 128; texts come
-    from `haystack`, words from the library's own list; tasks that are not RULER's are said to be where they are made.
+    from `haystack`, words from the library's own list.
 
     Args:
         model: with a causal language-modelling head, patched or not.
+        tokenizer: the model's own.
         tasks: names in `RECALL_TASKS`.
         lengths: tokens of prompt and answer, at most.
         num_samples: questions for each task and length; multiple choice has four prompts for each.
@@ -87,21 +91,21 @@ def recall(
         For each task and length one row of all depths, then one for each quarter of the depths that has samples.
 
     Raises:
-        OptionError, DataError, UnknownNameError, UnsupportedModelError: as `make_prompts` and `answer_prompts`, or
-            there are no tasks or lengths.
+        OptionError: there are no tasks or lengths, or as for `make_prompts` and `answer_prompts`.
+        DataError: as for `make_prompts` and `answer_prompts`.
+        UnknownNameError: no task has that name.
+        UnsupportedModelError: the model has no causal language-modelling head.
 
-    For example::
-
-        rows = recall(model, tokenizer, ["single_noise"], [1024], num_samples=100)
-        rows[0]["found"], rows[0]["found_interval"]
+    Examples:
+        >>> from hf_linattn.evaluation import recall
+        >>> recall(model, tokenizer, ["single_noise"], [1024])[0]["found_interval"]  # doctest: +SKIP
     """
     require("tasks", tasks, len(tasks) > 0 and not isinstance(tasks, str), "a list of names, at least one")
     require("lengths", lengths, len(lengths) > 0, "a list of numbers of tokens, at least one")
     require_count("num_samples", num_samples)
-    options = {"count": num_samples, "seed": seed, "haystack": haystack, "chat": chat}
-    options["positions"] = position_limit(model)
+    options: Any = {"seed": seed, "haystack": haystack, "chat": chat}
     prompts = [
-        make_prompts(task, tokenizer, length, **options)  # type: ignore[arg-type]  # mypy takes the values for one type
+        make_prompts(task, tokenizer, length, count=num_samples, positions=position_limit(model), **options)
         for task in tasks
         for length in lengths
     ]

@@ -24,14 +24,17 @@ class RecallPrompt:
     """A prompt and its answer.
 
     Attributes:
-        task, seed: as given. length: as given, the most tokens that prompt and answer have together.
+        task: as given.
+        length: as given, the most tokens that prompt and answer have together.
         depth: where the needle lies in the context, 0 (start) to 1 (end), one of them where several are asked for;
             0.5 where the whole context is one.
+        seed: as given.
         distance: tokens from the end of the last needle to the end of the prompt; a model that sees fewer has no
             needle before it. Exact but for a token that stands across that end.
         prompt_ids: token ids of the prompt, with the special tokens that the tokenizer puts before a text.
         answers: texts that a right answer contains.
-        answer_ids: token ids of the right continuation. wrong_ids: those of wrong ones, of the same form.
+        answer_ids: token ids of the right continuation.
+        wrong_ids: those of wrong ones, of the same form.
         choices: the options of a multiple choice in the order of their letters, else empty.
     """
 
@@ -65,6 +68,7 @@ def make_prompts(
 
     Args:
         task: a name in `RECALL_TASKS`.
+        tokenizer: that of the model that is to answer.
         length: tokens of prompt and answer together, at most; as much context is written as that leaves room for.
         count: how many questions; multiple choice has four prompts for each, its options turned by one place.
         seed: of all that is drawn.
@@ -80,6 +84,12 @@ def make_prompts(
             tokenizer.
         DataError: the haystack is one string or has less than 50 words, the tokenizer has no chat template that is
             asked for, or it cannot spell an answer.
+
+    Examples:
+        >>> from hf_linattn.evaluation import make_prompts
+        >>> prompts = make_prompts("single_noise", tokenizer, 1024, count=4)  # doctest: +SKIP
+        >>> [prompt.depth for prompt in prompts]  # doctest: +SKIP
+        [0.125, 0.375, 0.625, 0.875]
     """
     require_known("recall task", task, RECALL_TASKS)
     require_count("length", length)

@@ -207,7 +207,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def wrap_tokenizer(tokenizer: Tokenizer, architecture: Architecture) -> PreTrainedTokenizerFast:
-    """Give the shared tokenizer one architecture's special tokens; masked models get ``[CLS] text [SEP]``."""
+    """Give the shared tokenizer one architecture's special tokens; masked models get `[CLS] text [SEP]`."""
     special_tokens, length = architecture.special_tokens, architecture.stages[-1].length
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     if "cls_token" in special_tokens:

@@ -1,11 +1,11 @@
 """What rows of generated recall state and ask for: pairs, copies, passages, needles, variables.
 
-- ``pairs``: keys and values of one or two tokens, no word both in a row (multi-query associative recall; Arora et al.
+- `pairs`: keys and values of one or two tokens, no word both in a row (multi-query associative recall; Arora et al.
   2024, Zoology, arXiv 2312.04927).
-- ``copies``: spans of random tokens that come again (induction; Olsson et al. 2022, arXiv 2209.11895).
-- ``passages``: the same with spans of the given text.
-- ``needles``: sentences that name a number or a UUID (RULER; Hsieh et al. 2024, arXiv 2404.06654), several to a row.
-- ``variables``: assignments, some of another variable, whose value is asked for. RULER's variable tracking asks for
+- `copies`: spans of random tokens that come again (induction; Olsson et al. 2022, arXiv 2209.11895).
+- `passages`: the same with spans of the given text.
+- `needles`: sentences that name a number or a UUID (RULER; Hsieh et al. 2024, arXiv 2404.06654), several to a row.
+- `variables`: assignments, some of another variable, whose value is asked for. RULER's variable tracking asks for
   all names of one value instead.
 """
 

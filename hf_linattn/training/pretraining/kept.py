@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer
 
-from hf_linattn.atomic_io import write_text
+from hf_linattn.atomic_io import write_json, write_text
 from hf_linattn.errors import OptionError
 from hf_linattn.training.corpus import installed_documentation
 from hf_linattn.training.pretraining.architectures import train_tokenizer
@@ -61,7 +61,7 @@ def same_run_or_new(folder: Path, options: Mapping[str, Any]) -> None:
     """
     file, now = folder / RUN, json.loads(json.dumps(options))
     if not file.is_file():
-        write_text(file, json.dumps(now, indent=1) + "\n")
+        write_json(file, now)
         return
     started = json.loads(file.read_text(encoding="utf-8"))
     name = difference(started, now)

@@ -69,7 +69,7 @@ def measure_recall(model: PreTrainedModel, material: Material, length: int, samp
 
 
 def needle_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: str, count: int) -> float:
-    """Return the share of prompts of a task (:func:`~hf_linattn.evaluation.recall.make_prompts`) answered rightly."""
+    """Return the share of prompts of a task (`make_prompts`) answered rightly."""
     prompts = make_prompts(task, tokenizer, NEEDLE_LENGTH, count=count, seed=SEED)
     rows = [np.array([*prompt.prompt_ids, *prompt.answer_ids]) for prompt in prompts]
     spans = [slice(len(prompt.prompt_ids), len(row)) for prompt, row in zip(prompts, rows, strict=True)]

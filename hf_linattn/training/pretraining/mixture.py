@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 class Mixture(torch.utils.data.Dataset):
     """One batch per step: `input_ids`, `labels` and `position_ids`, int64 [batch_tokens / length, length].
 
-    Of every batch the first rows are generated recall (:func:`~hf_linattn.training.pretraining.rows.recall_row`), as
+    Of every batch the first rows are generated recall (`recall_row`), as
     many as the stage's `recall` says; the others are spans of the text, whose tokens are all predicted, with documents
     one behind the other as GPT-2 was trained. A row begins at a random position of those that the longest row has, so
     that short rows train the whole of a position table. A batch depends on the seed, the split and its number alone,

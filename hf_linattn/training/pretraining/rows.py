@@ -1,6 +1,6 @@
 """Rows of tokens that only a model which looks far back can predict: what they state once, they ask for again.
 
-A row states items one after another (see :mod:`~hf_linattn.training.pretraining.items`) and asks for each of them
+A row states items one after another (see `items`) and asks for each of them
 once, later, in random order; between them may stand text or noise. What is asked for lies anywhere from a few tokens
 to almost the whole row behind, and a row of 1,024 tokens asks up to 200 times, so that a model finds out early in its
 training that it has to look. Keys, fillers and statements are random, thus their labels are -100: a row trains its

@@ -1,0 +1,100 @@
+"""What patch_model does to the parts of a transformers model, kept so that all of it can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from . import pinning, saved_config, sliced_masks
+from . import transformers_bridge as bridge
+from .chunked_mlp import FeedForward
+from .longer_positions import undo_last_extension
+from .mechanisms import Mechanism
+from .plan import PatchConfig
+from .tensor_parallel import require_heads_apart
+
+
+@dataclass
+class Patch:
+    """Everything that was done to a model, and what it was before."""
+
+    config: PatchConfig
+    attention: dict[str, nn.Module]
+    implementations: list[tuple[PreTrainedConfig, str]]
+    handles: list[RemovableHandle] = field(default_factory=list)
+    owners: list[PreTrainedModel] = field(default_factory=list)
+    feed_forwards: list[FeedForward] = field(default_factory=list)
+    exact: list[nn.Module] = field(default_factory=list)
+    names: list[tuple[Any, str, str]] = field(default_factory=list)
+    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
+    extended: bool = False
+
+    @classmethod
+    def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
+        """Remember what attention modules compute now, and the models that make their masks."""
+        configs = pinning.configs_of([*attention.values(), *bridge.owners(model, attention)])
+        softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
+        chosen = [(c, bridge.get_implementation(c)) for c in configs]
+        return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
+
+    def attach(self, mechanisms: Mapping[str, Mechanism], model: PreTrainedModel) -> None:
+        """Put mechanisms, hooks and the attention implementation in place."""
+        require_heads_apart(model, self.attention, mechanisms)
+        for path, module in self.attention.items():
+            setattr(module, bridge.MECHANISM, mechanisms[path].train(module.training))
+            self.handles.append(module.register_forward_pre_hook(bridge.attention_pre_hook, with_kwargs=True))
+            self.handles.append(
+                module.register_forward_hook(bridge.attention_post_hook, with_kwargs=True, always_call=True)
+            )
+        for owner, record in bridge.base_models(model, self.attention).items():
+            setattr(owner, bridge.RECORD, record)
+            self.owners.append(owner)
+            self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
+            self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
+            self.handles.append(owner.register_forward_hook(bridge.model_end_hook, with_kwargs=True, always_call=True))
+        self.exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
+        for module in self.exact:
+            setattr(module, pinning.EXACT, True)
+        for config, _ in self.implementations:
+            bridge.set_implementation(config, bridge.IMPLEMENTATION)
+            pinning.pin_config(config)
+        saved_config.mark_config(model.config, self.config.to_dict())
+        self.replaced += pinning.forbid_paging(model) + sliced_masks.keep_key_masks(model)
+        self.names = pinning.take_names(model)
+
+    def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
+        """Split these feed-forwards into chunks of tokens, and no others."""
+        for feed_forward in self.feed_forwards:
+            feed_forward.detach()
+        self.feed_forwards = feed_forwards
+        for feed_forward in feed_forwards:
+            feed_forward.attach(chunk_size)
+
+    def detach(self, model: PreTrainedModel) -> None:
+        """Undo `attach` and `chunk`, also one that stopped half-way."""
+        self.chunk([], 0)
+        pinning.give_names(self.names)
+        for part, method in self.replaced:
+            delattr(part, method)
+        saved_config.unmark_config(model.config)
+        for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
+            pinning.unpin_config(config)
+            bridge.set_implementation(config, original)
+        for module in self.exact:
+            if hasattr(module, pinning.EXACT):
+                delattr(module, pinning.EXACT)
+        for handle in self.handles:
+            handle.remove()
+        for owner in self.owners:
+            delattr(owner, bridge.RECORD)
+        for module in self.attention.values():
+            if hasattr(module, bridge.MECHANISM):
+                delattr(module, bridge.MECHANISM)
+        if self.extended:
+            undo_last_extension(model)

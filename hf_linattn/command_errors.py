@@ -1,0 +1,44 @@
+"""How a command ends that failed: one line that says what happened and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import HfLinattnError
+from .memory_errors import is_out_of_memory, size_said
+from .reading import one_line
+
+# what a command says in one line, beside memory that ran out; all else is a fault of the library with its traceback
+SAID = (HfLinattnError, OSError, ValueError, ImportError)
+TRACEBACK = "HF_LINATTN_TRACEBACK"
+
+
+def told_in_one_line(error: BaseException) -> str:
+    """Return what a command says of an error that ended it: what happened and what to do about it.
+
+    >>> told_in_one_line(OSError("no space left on device"))
+    'OSError: no space left on device; look at the path, the connection and the space on the disk, ...'
+    """
+    if isinstance(error, HfLinattnError):
+        return f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"this command needs {error.name}; run pip install 'hf_linattn[all]'"
+    traceback = f"set {TRACEBACK}=1 to see where it came from"
+    if is_out_of_memory(error):
+        helps = "give a smaller length, batch_size or model, or dtype bfloat16"
+        return f"{type(error).__name__}: memory runs out, {size_said(error)}; {helps}, or {traceback}"
+    look = "the path, the connection and the space on the disk" if isinstance(error, OSError) else "the options given"
+    return f"{type(error).__name__}: {one_line(error)}; look at {look}, or {traceback}"
+
+
+@contextmanager
+def exit_with_one_line() -> Iterator[None]:
+    """End the process with exit code 1 and one line in place of a traceback; see `told_in_one_line`."""
+    try:
+        yield
+    except (*SAID, RuntimeError, MemoryError) as error:
+        if os.environ.get(TRACEBACK) or not (isinstance(error, SAID) or is_out_of_memory(error)):
+            raise
+        raise SystemExit(told_in_one_line(error)) from error
