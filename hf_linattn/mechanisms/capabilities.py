@@ -50,7 +50,7 @@ class Capabilities:
     takes_sink: whether it takes the layer's own learned sinks.
     reads_hidden: the options for which it reads the layer's input, as they are written; empty where it does not.
     splits: whether some of the heads alone get what they get among all, but for parameters of each head.
-    backends: which of `hf_linattn.backends` can work through its causal form.
+    backends: which of `POLICIES` in `ops/dispatch.py` can work through its causal form.
     limit: how it relates to softmax attention. citation: the paper it comes from.
     family: with which others `hf-linattn list` shows it.
     """

@@ -20,7 +20,7 @@ from ..runtime.cpu import dense_rows, empty_like, empty_output, zeros_like
 class BlockSoftmax(NamedTuple):
     """Kernels of a backend, called as `cpu.block_softmax` is, and their backward pass.
 
-    window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
+    window: a `WindowSoftmax` (ops/window/autograd.py) for the same heads; None: a window is a table with a bias.
     gates: whether it takes a `Before` with a gate.
     """
 

@@ -82,7 +82,7 @@ def step_attention(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output [B, H, 1, Dv] and what is in the next `HybridState`; `state` stays as it is. No gradients.
 
-    Arguments as in `hybrid.causal_hybrid_attention`, of one token. maps: of queries and keys, alike but for weights.
+    Arguments as in `HybridCall`, of one token. maps: of queries and keys, alike but for weights.
     ends: as in `hybrid_step_triton`.
     """
     given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.far_gate, ends)

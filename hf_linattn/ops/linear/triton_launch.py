@@ -172,7 +172,7 @@ def causal_sums_triton(
     rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor | None,
     states: Tensor, state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
 ) -> None:  # fmt: skip
-    """Kernel attention of features; see `causal_attention.attend`.
+    """Kernel attention of features; see `autograd.attend`.
 
     Args:
         query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].

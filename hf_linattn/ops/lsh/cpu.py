@@ -1,4 +1,4 @@
-"""Softmax attention to the keys that share a bucket with the query, by `bucket_softmax.c`: no pair is kept."""
+"""Softmax attention to the keys that share a bucket with the query, by `lsh_fwd.c`: no pair is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "parts")
 
 
 class LshArgs(ctypes.Structure):
-    """`struct lsh_args` of bucket_softmax.h."""
+    """`struct lsh_args` of lsh.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),

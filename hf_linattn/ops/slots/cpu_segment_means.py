@@ -1,4 +1,4 @@
-"""Weighted means of the segments of sequences, by `segment_means.c`: any layout is read where it lies."""
+"""Weighted means of the segments of sequences, by `segment_mean.c`: any layout is read where it lies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
 
 
 class SegmentMeanArgs(ctypes.Structure):
-    """`struct segment_mean_args` of segment_means.c."""
+    """`struct segment_mean_args` of segment_mean.c."""
 
     _fields_ = (*((name, Operand) for name in OPERANDS), *((name, ctypes.c_int64) for name in SIZES))
 
