@@ -313,22 +313,22 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return F.logsigmoid(logit) - F.softplus(F.logsigmoid(-logit) + others - own)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        if self.in_blocks:
+        if self.config.num_hard_keys:
             raise UnsupportedModeError(
                 f"mechanism {self.config.mechanism!r} chooses its hard keys by their values, for which its attention"
                 " matrix needs these; pass value=... to attention_matrix"
             )
-        count = allowed.long().cumsum(-1)
-        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
-        exact = (distance < self.config.window_size) | (count <= self.config.num_sink_tokens)
-        return self.weights_beside(exact, query, key, allowed, call)
+        return self.weights_given(query, key, key, allowed, call)  # nothing is ranked by any values
 
     def weights_given(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
-        if not self.in_blocks:
-            return self.weights(query, key, allowed, call)
-        return matrix_in_blocks(self, query, key, value, allowed, call)
+        if self.in_blocks:
+            return matrix_in_blocks(self, query, key, value, allowed, call)
+        count = allowed.long().cumsum(-1)
+        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
+        exact = (distance < self.config.window_size) | (count <= self.config.num_sink_tokens)
+        return self.weights_beside(exact, query, key, allowed, call)
 
     def weights_beside(
         self, exact: Tensor, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN
