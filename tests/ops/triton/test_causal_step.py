@@ -14,8 +14,7 @@ from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
-from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.ops.linear.types import NativeMap
+from hf_linattn.ops.linear.types import LinearState, NativeMap
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
