@@ -31,7 +31,7 @@ def calls(monkeypatch):
     def count(attend):
         return lambda *heads: (taken.append(1), attend(*heads))[1]
 
-    for name in ("hybrid_attention", "causal_hybrid_attention", "continued_attention"):
+    for name in ("_bidirectional_rows", "_causal_rows", "continued_attention"):
         monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
     for name in ("causal_attention", "bidirectional_attention"):
         monkeypatch.setattr(hybrid_parts, name, count(getattr(hybrid_parts, name)))
