@@ -6,6 +6,8 @@ of `cpu_hard_keys`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -247,5 +249,6 @@ def _strict_step(
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()
-    output, after = step_attention(query, key, value, maps, None, log_decay, state, (factor, top))
+    how: Any = {"key_padding_mask": None, "log_decay": log_decay, "state": state, "written": (factor, top)}
+    output, after = step_attention(query, key, value, maps, **how)
     return output, log_weight(factor, top), after

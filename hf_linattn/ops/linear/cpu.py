@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -58,8 +59,9 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     maps = native_maps(call.query_map, call.key_map)
     if call.is_step:
-        query, key, value = widened(call.grouped_query, call.key, call.value)
-        attended, after = step_attention(query, key, value, maps, call.key_padding_mask, call.log_decay, call.state)
+        heads = widened(call.grouped_query, call.key, call.value)
+        how: Any = {"key_padding_mask": call.key_padding_mask, "log_decay": call.log_decay, "state": call.state}
+        attended, after = step_attention(*heads, maps, **how)
         return attended.flatten(1, 2), after
     if not maps:
         query, key, value = widened(*call[:3])
@@ -69,7 +71,7 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     heads = call.grouped_query, call.key, call.value
     if not call.causal and call.log_decay is not None:
         return two_way_attention(*heads, maps, call.key_padding_mask, call.log_decay, packed).flatten(1, 2), None
-    how: Any = {"bidirectional": not call.causal, "packed": packed, "weighed": False}
+    how = {"bidirectional": not call.causal, "packed": packed, "weighed": False}
     output = output_for(call.query, call.value)
     rest: Any = call.key_padding_mask, call.log_decay, call.state, output
     attended, _, after = mapped_attention(*heads, maps, *rest, **how)
@@ -89,7 +91,7 @@ def _weights_of(native: NativeMap, heads: int, groups: int) -> tuple[Tensor | No
 
 
 def map_operands(
-    query: Tensor, key: Tensor, maps: list[NativeMap], key_padding_mask: Tensor | None
+    query: Tensor, key: Tensor, maps: Sequence[NativeMap], key_padding_mask: Tensor | None
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
     """Return the log scales of hidden keys, and what describes the maps."""
     query_map, key_map = maps
@@ -329,7 +331,8 @@ def step_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    maps: list[NativeMap],
+    maps: Sequence[NativeMap],
+    *,
     key_padding_mask: Tensor | None,
     log_decay: Tensor | None,
     state: LinearState | None,
@@ -343,9 +346,7 @@ def step_attention(
         written: where to write `Sums.factor` and `Sums.top` of a step that does not see its own key.
     """
     hidden, rest = map_operands(query, key, maps, key_padding_mask)
-    if state is None:
-        scaled = maps[1].activation == "exponential" or log_decay is not None
-        state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled)
+    state = LinearState.before_map(maps[1], key, value, log_decay) if state is None else state
     output = empty_output(query, value)
     before = state.kv.contiguous(), state.log_max.contiguous()
     after = LinearState(*(torch.empty_like(x) for x in before))

@@ -67,8 +67,8 @@ def _flops(
 
 
 def step_attention(
-    query: Tensor, key: Tensor, maps: Sequence[NativeMap], value: Tensor, log_decay: Tensor | None,
-    key_padding_mask: Tensor | None, state: LinearState | None,
+    query: Tensor, key: Tensor, value: Tensor, maps: Sequence[NativeMap], *, key_padding_mask: Tensor | None,
+    log_decay: Tensor | None, state: LinearState | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state; `state` stays as it is. Without gradients.
 
@@ -77,8 +77,7 @@ def step_attention(
         maps: of queries and of keys, alike but for their weights.
         key_padding_mask: [B, 1], true for real keys.
     """
-    scaled = maps[1].activation == "exponential" or log_decay is not None
-    state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled) if state is None else state
+    state = LinearState.before_map(maps[1], key, value, log_decay) if state is None else state
     output, before = value.new_empty(*query.shape[:4], value.shape[-1]), [x.contiguous() for x in state]
     after = LinearState(*map(torch.empty_like, before))
     mask = None if key_padding_mask is None else key_padding_mask.bool().expand(len(value), 1)
