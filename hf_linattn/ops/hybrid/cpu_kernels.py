@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..linear.cpu import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
+from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
 from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
 from ..runtime.cpu import Operand, call, operation, product_parts, require, size_of
 

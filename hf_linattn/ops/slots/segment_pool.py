@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
 from ..common.precision import wide
-from .cpu_segment_means import segment_means, segment_means_of_part
+from .cpu_kernels import segment_means, segment_means_of_part
 
 
 class Summary(NamedTuple):

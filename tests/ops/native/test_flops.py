@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linattn.ops.slots.cpu_segment_means import segment_means_forward
+from hf_linattn.ops.slots.cpu_kernels import segment_means_forward
 from hf_linattn.testing.counters import flops_of
 from tests.ops.native.cases import make_heads, make_mechanism
 
