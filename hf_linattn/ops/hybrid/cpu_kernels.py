@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
 from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
-from ..runtime.cpu import Operand, call, operation, product_parts, require, size_of
+from ..runtime.cpu import Operand, call, flop_formula, operation, product_parts, require, size_of
 
 OPERANDS = (
     "query", "key", "value", "out", "ring_key", "ring_value", "sink_key", "sink_value", "hard_key", "hard_value",
@@ -118,15 +117,18 @@ def hard_keys(
     call("hard_keys", operands, sizes, lambda: _describe(operands, *how))
 
 
-@register_flop_formula(torch.ops.hf_linattn.hard_keys)
-def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+@flop_formula(hard_keys)
+def _flops(
+    query: Any, value: Any, sink_key: Any, state_after: Any, hard_key_after: Any, back: int, query_weight: Any,
+    key_weight: Any, **_: Any,
+) -> int:  # fmt: skip
     """Exact keys that have a place, seen or not; reading the state for each query, recalling hard keys and those of a
     block by it, adding the latter to it; the maps."""
-    (batch, heads, groups, length, input_size), value_size, features = query, value[-1], rest[12][2]
-    sinks, most, back = rest[5][2], rest[14][2], rest[21]
+    (batch, heads, groups, length, input_size), value_size, features = query, value[-1], state_after[2]
+    sinks, most = sink_key[2], hard_key_after[2]
     exact = groups * (sinks + most + CHUNK_SIZE * (back + 1)) * (input_size + value_size)
     recalled = 2 * CHUNK_SIZE + most if length > CHUNK_SIZE * (back + 1) else 0
     state = (groups + recalled / CHUNK_SIZE) * features * value_size
-    weights = zip(rest[24:28:2], (groups, 1), strict=True)
+    weights = (query_weight, groups), (key_weight, 1)
     maps = sum(input_size * weight[-1] * number for weight, number in weights if weight)
     return int(2 * batch * heads * length * (exact + state + maps))

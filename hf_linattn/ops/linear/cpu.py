@@ -57,9 +57,9 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     maps = native_maps(call.query_map, call.key_map)
     if call.is_step:
-        heads = widened(call.grouped_query, call.key, call.value)
+        query, key, value = widened(call.grouped_query, call.key, call.value)
         how: Any = {"key_padding_mask": call.key_padding_mask, "log_decay": call.log_decay, "state": call.state}
-        attended, after = step_attention(*heads, maps, **how)
+        attended, after = step_attention(query, key, value, maps, **how)
         return attended.flatten(1, 2), after
     if not maps:
         query, key, value = widened(*call[:3])

@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import OperandError
 from ..runtime import cpu as library
-from ..runtime.cpu import Operand, operation
+from ..runtime.cpu import Operand, flop_formula, operation
 from .types import LEAST_WEIGHT
 
 ACTIVATIONS = ("given", "elu", "relu", "exponential", "softmax_pair")  # `enum activation` of linear.h
@@ -262,36 +261,45 @@ def chunk_size(query: Tensor, num_features: int) -> int:
     return CHUNK if parts_of(query, num_features) else FEW
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_sums, get_raw=True)
-def _flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+def _map_flops(query: Tensor, query_weight: Tensor | None, key_weight: Tensor | None) -> int:
+    """Products with the weights of the maps, for one key and its queries."""
+    weights = (query_weight, query.shape[2]), (key_weight, 1)
+    return sum(2 * query.shape[-1] * weight.shape[-1] * number for weight, number in weights if weight is not None)
+
+
+@flop_formula(causal_sums, get_raw=True)
+def _flops(
+    query: Tensor, value: Tensor, state_after: Tensor, query_weight: Tensor | None, key_weight: Tensor | None,
+    bidirectional: bool, **_: Any,
+) -> int:  # fmt: skip
     """If causal half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it;
     the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[8].shape[2]
-    weights, bidirectional = zip(rest[12:16:2], (groups, 1), strict=False), any(rest[19:20])
-    maps = [2 * input_size * weight.shape[-1] * number for weight, number in weights if weight is not None]
+    (batch, heads, groups, length), value_size, key_size = query.shape[:4], value.shape[-1], state_after.shape[2]
+    maps = _map_flops(query, query_weight, key_weight)
     pairs = 0 if bidirectional else groups * chunk_size(query, key_size) * (key_size + value_size)
-    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + sum(maps))
+    return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size + maps)
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward, get_raw=True)
-def _backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+@flop_formula(causal_sums_backward, get_raw=True)
+def _backward_flops(
+    query: Tensor, value: Tensor, state_after: Tensor, query_weight: Tensor | None, key_weight: Tensor | None,
+    bidirectional: bool, d_query_weight: Tensor | None, **_: Any,
+) -> int:  # fmt: skip
     """Pairs inside a chunk five times; a state read once, another folded and read twice; if causal the first is folded
     too, for all chunks of a segment but the last; the maps."""
-    (batch, heads, groups, length, input_size), value_size, key_size = query.shape, value.shape[-1], rest[6].shape[2]
-    bidirectional, chunk = rest[15], chunk_size(query, key_size)
-    learned = 2 if rest[24] is None else 3  # features, what they are made of, the weight itself
-    weights = [(x, number) for x, number in zip((rest[8], rest[10]), (groups, 1), strict=True) if x is not None]
-    maps = [2 * learned * input_size * weight.shape[-1] * number for weight, number in weights]
+    (batch, heads, groups, length), value_size, key_size = query.shape[:4], value.shape[-1], state_after.shape[2]
+    chunk = chunk_size(query, key_size)
+    learned = 2 if d_query_weight is None else 3  # features, what they are made of, the weight itself
+    maps = learned * _map_flops(query, query_weight, key_weight)
     pairs = 0 if bidirectional else groups * chunk * (3 * key_size + 2 * value_size)
     state = 2 * key_size * value_size
     folded = 0 if bidirectional else state * (SEGMENT - chunk) // SEGMENT
-    return batch * heads * length * (pairs + (2 * groups + 2) * state + folded + sum(maps))
+    return batch * heads * length * (pairs + (2 * groups + 2) * state + folded + maps)
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_step)
-def _step_flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+@flop_formula(causal_step, get_raw=True)
+def _step_flops(query: Tensor, state: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, **_: Any) -> int:
     """Adding the key to the state, reading it for every query, the maps."""
-    (batch, heads, groups, _, input_size), size = query, rest[5][2] * rest[5][3]
-    weights = zip(rest[9:13:2], (groups, 1), strict=True)
-    maps = [2 * input_size * weight[-1] * number for weight, number in weights if weight]
-    return batch * heads * (2 * (groups + 1) * size + sum(maps))
+    batch, heads, groups = query.shape[:3]
+    maps = _map_flops(query, query_weight, key_weight)
+    return batch * heads * (2 * (groups + 1) * state.shape[2:].numel() + maps)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import dense_rows, operation
+from ..runtime.cpu import dense_rows, flop_formula, operation
 from ..runtime.triton import launch, require_kernels
 from .triton_decode_kernels import step_token
 from .triton_features import OneRow
@@ -55,13 +54,10 @@ def causal_step_triton(
     )  # fmt: skip
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_step_triton)
-def _flops(
-    query: Any, key: Any, value: Any, activation: str, query_weight: Any, query_bias: Any, key_weight: Any, *rest: Any,
-    **__: Any,
-) -> int:  # fmt: skip
+@flop_formula(causal_step_triton)
+def _flops(query: Any, value: Any, key_weight: Any, state: Any, **_: Any) -> int:
     """Making features, adding the key to the state, reading it for every query."""
-    (batch, heads, groups, _, input_size), num_features = query, rest[7][2]
+    (batch, heads, groups), input_size, num_features = query[:3], query[-1], state[2]
     made = 0 if key_weight is None else input_size * key_weight[-1]
     return batch * heads * 2 * (groups + 1) * (made + num_features * (value[-1] + 1))
 
