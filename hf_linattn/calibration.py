@@ -122,7 +122,7 @@ def _fit(
 
 
 def _shown(batches: Iterable[Any], progress: bool | None) -> Iterable[Any]:
-    """Return batches with a bar; tqdm's None is ours."""
+    """Return batches with a progress bar; None hides it where stderr is no terminal, as in tqdm."""
     return tqdm(batches, desc="calibrate", disable=None if progress is None else not progress)
 
 

@@ -174,14 +174,14 @@ class ByHeadMechanism(CompositeMechanism):
         return all(member.has_scores for member in self.parts())
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Those of each member for its heads."""
+        """Concatenate the scores of the members, in the order of the layer's heads."""
         owned = zip(self.parts(), self.pairs_of_members(pairs), strict=True)
         return self._put_back([member.scores(own) for member, own in owned])
 
     def log_sink(
         self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """Those of each member for its heads."""
+        """Concatenate the sinks of the members, in the order of the layer's heads."""
         owned = zip(self.parts(), self.sinks_of_members(given), strict=True)
         sinks = [member.log_sink(like, own, dtype) for member, own in owned]
         if all(sink is None for sink in sinks):

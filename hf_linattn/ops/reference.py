@@ -1,4 +1,4 @@
-"""The truth, written as the formulas are, with the N x N matrix in the open. For tests and diagnostics only.
+"""Reference formulas, written naively with the N x N matrix. For tests and diagnostics only.
 
 Every function works in the precision of its inputs; give float64 to get a reference.
 """

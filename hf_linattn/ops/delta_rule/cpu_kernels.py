@@ -126,7 +126,7 @@ def delta_rule_backward(
 
 
 def _products(query: Any, value: Any, of_key: tuple[int, int, int], of_query: tuple[int, int, int]) -> int:
-    """FLOPs of products of chunks, for a key and for each of its queries: so many C F, F Dv and C Dv of a token."""
+    """FLOPs of chunks: how many products of C F, F Dv and C Dv a key has, and each of its queries."""
     (batch, heads, groups, length, features), width = query, value[-1]
     sizes = CHUNK * features, features * width, CHUNK * width
     each = sum((own + groups * asked) * size for own, asked, size in zip(of_key, of_query, sizes, strict=True))
@@ -147,5 +147,5 @@ def _step_flops(query: Any, value: Any, **_: Any) -> int:
 
 @flop_formula(delta_rule_backward)
 def _backward_flops(query: Any, value: Any, **_: Any) -> int:
-    """The same again without queries, and what delta_rule_bwd.c multiplies."""
+    """The products of the forward pass without queries, and those of delta_rule_bwd.c."""
     return _products(query, value, (8, 12, 4), (6, 4, 4))

@@ -50,7 +50,7 @@ def hybrid_step_triton(
     values, most = min(MOST_VALUES, max(1, NUMBERS // row.tile)), max(1, NEAR_NUMBERS // keys)
     rows = min(most, triton.next_power_of_2(max(1, ring)))
     given = {"DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": far_gate, "ENDS": ends}
-    unused, found = log_max, (*row.weights, *given.values())  # the first in the place of numbers that are not read
+    unused, found = log_max, (*row.weights, *given.values())  # the first is a placeholder for what is not read
     *maps, decay_rate, window_log, sink, far_gate, ends = (unused if x is None else x for x in found)
     launch(
         step_hybrid, (batch * heads, -(-value_size // values)), query,

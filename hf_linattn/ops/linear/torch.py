@@ -231,7 +231,7 @@ class _Packing(NamedTuple):
 
 
 def chunks_at_once(rows: int, device: torch.device) -> int:
-    """Return how many chunks to take together when each holds so many rows, one per query head and sequence."""
+    """Return how many chunks to take together when each holds `rows` rows, one per query head and sequence."""
     return max(1, AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE) // rows)
 
 

@@ -40,7 +40,7 @@ def causal_step_triton(
     (batch, heads, groups, _, input_size), value_size = query.shape, value.shape[-1]
     weights = (query_weight, query_bias), (key_weight, key_bias)
     row = OneRow.of([NativeMap(activation, *x, scale, quadratic, offset) for x in weights], heads, groups, input_size)
-    unused = log_max  # in the place of numbers that are not read
+    unused = log_max  # a placeholder for numbers that are not read
     numbers, warps = NUMBERS[key_weight is not None]
     values = min(MOST_VALUES, max(1, numbers // row.tile))
     launch(

@@ -285,7 +285,7 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """The same, of zeros, in at least float32."""
+    """`empty_output` filled with zeros, in at least float32."""
     return empty_like(x, accum_dtype(x)).zero_()
 
 
