@@ -145,7 +145,7 @@ class ByHeadMechanism(CompositeMechanism):
         sequence_ids: Tensor | None = None,
         state: Any = None,
         *,
-        return_state: bool = True,
+        keep_state: bool = True,
         sink: Tensor | None = None,
         hidden_states: Tensor | None = None,
         **exact: Any,
@@ -154,7 +154,7 @@ class ByHeadMechanism(CompositeMechanism):
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         shared = self.heads_of_members(query, key, value)
-        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
+        call = self.call_options(keep_state, sink, fitting_hidden(self, query, key, hidden_states))
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
         if len(outputs) == 1:
             return outputs[0], after

@@ -59,7 +59,7 @@ def matching_gain(mechanism: Any, heads: tuple[Tensor, Tensor, Tensor], mask: Te
     heads: query, key and value. options: what else the mechanism takes. 1 where one of the two is nothing.
     """
     layer = mechanism.layer
-    own = mechanism(*heads, mask, return_state=False, **options)[0]
+    own = mechanism(*heads, mask, keep_state=False, **options)[0]
     wanted = softmax_attention(*heads, scaling=layer.scaling, causal=layer.causal, key_padding_mask=mask)
     real = 1 if mask is None else mask[:, None, :, None]
     sizes = [(wide(x) * real).square().sum((0, 2, 3)) for x in (wanted, own)]
