@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ..config import require
 from ..errors import OptionError
-from ..plan import PlanEntry, heads_plan, parse_indices, places_as_data, read_entries
+from ..plan import KEPT, PlanEntry, heads_plan, parse_indices, places_as_data, read_entries
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
 from .forward import fitting, fitting_hidden
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism
-
-KEPT = "softmax"  # what serves the heads that a plan leaves out, without any option
 
 
 @dataclass

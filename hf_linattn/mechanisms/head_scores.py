@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common.exact_softmax import softmax_attention
-from ..ops.common.numerics import bounded
+from ..ops.common.numerics import LN_2, bounded
 from ..ops.common.precision import wide
 from ..ops.linear.attention_distance import mean_attention_distance
-
-LN_2 = math.log(2)
 
 
 class HeadScores(nn.Module):

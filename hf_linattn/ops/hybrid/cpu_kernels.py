@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..block_softmax.cpu import LEAST_KEYS
 from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
 from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
 from ..runtime.cpu import Operand, call, flop_formula, operation, product_parts, require, size_of
@@ -24,7 +25,6 @@ PLACES = (
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "features")
 ENTRIES = ("query_features", "key_features", "key_beta", "key_gate")
 SETTINGS = ("sinks", "most", "back", "relative", "activation", "threads", "parts")
-LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
 
 
 class HardKeysArgs(ctypes.Structure):
