@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
 
     def run(self, mechanism: Mechanism) -> Tensor:
         """Return the mechanism's answer [B, H, N, Dv]; no state is made."""
-        return mechanism(*self[:5], return_state=False, **self.options(mechanism))[0]
+        return mechanism(*self[:5], keep_state=False, **self.options(mechanism))[0]
 
     def prepare(self, mechanism: Mechanism) -> None:
         """Let the mechanism fit what gradients cannot, as `Mechanism.prepare` does."""

@@ -11,11 +11,11 @@ from .ops.common.tracing import is_watched
 
 
 class OpenForward:
-    """One of them. Its graph alone holds it, so it ends with the graph where no backward pass comes."""
+    """A forward whose backward pass has not run yet. Its graph alone holds it, and ends it where no pass comes."""
 
 
 class OpenForwards(WeakSet[OpenForward]):
-    """Those of one model; of a copy there are none, as the graphs are not copied."""
+    """The open forwards of one model; a copy starts with none, as graphs are not copied."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OpenForwards, ()

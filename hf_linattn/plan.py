@@ -15,6 +15,7 @@ from .errors import CheckpointError, OptionError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+KEPT = "softmax"  # what serves the heads and layers that a plan leaves out, without any option
 FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
 
 LayerSpec = str | int | Iterable[int] | None
@@ -275,7 +276,7 @@ def softmax_beside_states(converted: Collection[int], sharing: Iterable[Collecti
     """
     beside = [set(group).difference(converted) for group in sharing if not set(group).isdisjoint(converted)]
     layers = sorted(set().union(*beside))
-    exact = {"mechanism": "by_head", "options": {"plan": {"softmax": None}}}
+    exact = {"mechanism": "by_head", "options": {"plan": {KEPT: None}}}
     return [{**exact, "layers": layers}] if layers else []
 
 

@@ -32,7 +32,7 @@ PACKAGE = "sentence_transformers"
 MODULES_FILE = "modules.json"
 ENCODER = "Transformer"  # the module that holds a model of transformers
 KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize")  # modules that may follow it
-TOLD = 40  # characters of a text in a message
+SHOWN = 40  # characters of a text in a message
 
 
 def is_sentence_model(option: str, name: str) -> bool:
@@ -131,7 +131,7 @@ class SentenceModel:
         for text, special in zip(texts, encoded["special_tokens_mask"], strict=True):
             if all(special):
                 raise DataError(
-                    f"the {split} split holds the text {text[:TOLD]!r}, of which the tokenizer leaves no token;"
+                    f"the {split} split holds the text {text[:SHOWN]!r}, of which the tokenizer leaves no token;"
                     " leave it out"
                 )
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}

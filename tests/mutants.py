@@ -179,6 +179,7 @@ FILES = {
     "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
     "hf_linattn/ops/linear/cpu.py": f"tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
+    "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/native/test_flops.py tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
     "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
     "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",

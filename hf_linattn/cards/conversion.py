@@ -10,11 +10,11 @@ from huggingface_hub import ModelCard, ModelCardData
 from .. import __version__
 from ..config import MechanismConfig
 from ..markdown import markdown_table
-from ..plan import PatchConfig, read_entries
+from ..plan import KEPT, PatchConfig, read_entries
 from ..registry import MECHANISMS
 from .base import Base
 from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines
-from .wording import KEPT, Measured, layers_in_words, measured_sentence
+from .wording import Measured, layers_in_words, measured_sentence
 
 UNTRAINED = "**UNTRAINED.**"
 USE = """\

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..plan import PatchConfig, read_entries
+from ..plan import KEPT, PatchConfig, read_entries
 from ..registry import MECHANISMS
 
-KEPT = "softmax"
 UNITS = ("B", "kB", "MB", "GB", "TB")  # of 1,000 each
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..sentence_models import TOLD, SentenceModel
+from ..sentence_models import SHOWN, SentenceModel
 from .document_windows import DocumentWindows
 from .retrieval import halves, retrieval_of_pairs
 
@@ -40,8 +40,8 @@ class Texts:
         for text, half in zip(self.whole, self.queries, strict=False):
             if not half.strip():
                 raise DataError(
-                    f"the text {text[:TOLD]!r} has one word, and so no first half to find its second by; leave it out,"
-                    " or give pairs with text_pair_column"
+                    f"the text {text[:SHOWN]!r} has one word, and so no first half to find its second by; leave it"
+                    " out, or give pairs with text_pair_column"
                 )
 
 

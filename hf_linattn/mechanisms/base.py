@@ -70,8 +70,8 @@ class Mechanism(Forward):
     def fixed_state(self, state: Any, room: int) -> Any:
         """Return the state as a static cache keeps it: in its next steps no tensor of it has another size or place.
 
-        The methods above then may write into it and return it. state: any that they return, one of these, too. room:
-        most tokens that the cache was made for.
+        The methods above then may write into it and return it. state: what these methods return, or a fixed state
+        already. room: most tokens that the cache was made for.
         """
         return state
 
@@ -118,7 +118,7 @@ class Mechanism(Forward):
     def log_sink(
         self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """Return the score [H] of the sink in every denominator, in place of `like`; None without one.
+        """Return the score [H] of the sink in every denominator, on the device of `like`; None without one.
 
         given: the layer's own. dtype: None for that of `like`. -inf where only other heads have one."""
         return None
@@ -129,7 +129,7 @@ class Mechanism(Forward):
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
         """Called by `calibrate` for each batch before parameters are fitted to it: to fit what gradients cannot.
 
-        Who names one more argument `call` gets the `CallOptions`.
+        An override with a parameter `call` gets the `CallOptions`.
         """
 
     def fitted_parameters(self) -> list[nn.Parameter]:

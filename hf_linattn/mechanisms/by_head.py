@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ..config import require
 from ..errors import OptionError
-from ..plan import PlanEntry, heads_plan, parse_indices, places_as_data, read_entries
+from ..plan import KEPT, PlanEntry, heads_plan, parse_indices, places_as_data, read_entries
 from ..registry import MECHANISMS
 from .capabilities import ExactnessLimit
 from .composite import CompositeConfig, CompositeMechanism
 from .forward import fitting, fitting_hidden
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 from .registration import register_mechanism
-
-KEPT = "softmax"  # what serves the heads that a plan leaves out, without any option
 
 
 @dataclass
@@ -145,7 +143,7 @@ class ByHeadMechanism(CompositeMechanism):
         sequence_ids: Tensor | None = None,
         state: Any = None,
         *,
-        return_state: bool = True,
+        keep_state: bool = True,
         sink: Tensor | None = None,
         hidden_states: Tensor | None = None,
         **exact: Any,
@@ -154,7 +152,7 @@ class ByHeadMechanism(CompositeMechanism):
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         shared = self.heads_of_members(query, key, value)
-        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states))
+        call = self.call_options(keep_state, sink, fitting_hidden(self, query, key, hidden_states))
         outputs, after = self.ask(shared, key_padding_mask, sequence_ids, state, call, **exact)
         if len(outputs) == 1:
             return outputs[0], after
@@ -174,14 +172,14 @@ class ByHeadMechanism(CompositeMechanism):
         return all(member.has_scores for member in self.parts())
 
     def scores(self, pairs: Pairs) -> Tensor:
-        """Those of each member for its heads."""
+        """Concatenate the scores of the members, in the order of the layer's heads."""
         owned = zip(self.parts(), self.pairs_of_members(pairs), strict=True)
         return self._put_back([member.scores(own) for member, own in owned])
 
     def log_sink(
         self, like: Tensor, given: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        """Those of each member for its heads."""
+        """Concatenate the sinks of the members, in the order of the layer's heads."""
         owned = zip(self.parts(), self.sinks_of_members(given), strict=True)
         sinks = [member.log_sink(like, own, dtype) for member, own in owned]
         if all(sink is None for sink in sinks):

@@ -43,14 +43,14 @@ class Capabilities:
     averages: whether outputs are weighted means of values (and of zero, with a sink), never beyond their range.
     growth: what 4,096 tokens cost, as a multiple of 2,048.
     position_limit: most tokens of a sequence, or None. any_length: see `forward.require_recordable`.
-    static_steps: whether a step of one token looks at no number on a device and leaves the sizes of the `fixed_state`
+    static_steps: whether a step of one token never waits for the device and leaves the sizes of the `fixed_state`
     as they are, so that a static cache can hold it and one compiled graph serves all steps.
     takes_exact: whether `forward` takes the layer's own sliding window, soft cap and dropout as keywords.
     takes_half: whether it takes heads in half precision as they come; else they come in float32.
     takes_sink: whether it takes the layer's own learned sinks.
     reads_hidden: the options for which it reads the layer's input, as they are written; empty where it does not.
-    splits: whether some of the heads alone get what they get among all, but for parameters of each head.
-    backends: which of `hf_linattn.backends` can work through its causal form.
+    splits: whether heads are independent but for parameters of each, so that tensor parallelism may share them out.
+    backends: which of `POLICIES` in `ops/dispatch.py` can work through its causal form.
     limit: how it relates to softmax attention. citation: the paper it comes from.
     family: with which others `hf-linattn list` shows it.
     """

@@ -154,7 +154,7 @@ class CompositeMechanism(Mechanism):
         for member, own, earlier, sink in zip(members, heads, before, sinks, strict=True):
             options = member.keywords({**exact, "sink": sink, "hidden_states": call.hidden_states})
             heard = (*own, key_padding_mask, sequence_ids, earlier)
-            output, after = member(*heard, return_state=call.keep_state, **options)
+            output, after = member(*heard, keep_state=call.keep_state, **options)
             outputs.append(output)
             states.append(after)
         kept = call.keep_state and self.layer.causal

@@ -121,7 +121,7 @@ class ConvMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         rank = reference.positions(allowed)
         distance = (rank[..., :, None] - rank[..., None, :]).abs()
         seen = allowed & (distance < self.config.window_size)
-        scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
+        scores = reference.products(query, key) * self.layer.scaling
         place = rank.clamp(min=0)[..., None, :].expand_as(scores)  # of pads and other sequences come zeros
         taps, length = self.kernel.to(scores), scores.shape[-1]
         radius = taps.shape[1] // 2

@@ -14,7 +14,7 @@ from ..config import MechanismConfig, require_count
 from ..errors import OptionError
 from ..ops import reference
 from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
-from ..ops.linear.torch import LinearState
+from ..ops.linear.types import LinearState
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer
 from .registration import register_mechanism

@@ -148,7 +148,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         real = same.diagonal(dim1=-2, dim2=-1)
         own = same & real[..., None] & real[..., None, :]
         means = reference.attend(reference.normalise(own.to(key.dtype)).expand(-1, key.shape[1], -1, -1), key)
-        gates = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(means, query))
+        gates = reference.products(query, means)
         other = allowed & ~own
         if self.layer.causal:
             other = other & (block[..., None, :] < block[..., :, None])

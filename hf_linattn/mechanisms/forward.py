@@ -52,7 +52,7 @@ class Forward(Capabilities, nn.Module):
         sequence_ids: Tensor | None = None,
         state: Any = None,
         *,
-        return_state: bool = True,
+        keep_state: bool = True,
         sink: Tensor | None = None,
         hidden_states: Tensor | None = None,
         first_query: Any = None,
@@ -67,7 +67,7 @@ class Forward(Capabilities, nn.Module):
             key_padding_mask: [B, Nk], true for real keys; None if all are.
             sequence_ids: [B, Nk], equal inside a packed sequence, pads having any; None if nothing is packed.
             state: what an earlier call returned, if this one continues it. `OperandError` where these do not fit.
-            return_state: whether the state is of use; without it, what is returned in its place means nothing.
+            keep_state: whether the state is needed; if not, what is returned in place of it means nothing.
             sink: the layer's own learned sinks [H], where `takes_sink` says that these are read.
             hidden_states: the layer's input [B, Nk, E], where `reads_hidden` names options that read it.
             first_query: in cross-attention, how many tokens of the decoder stand before the queries, a number or a
@@ -76,7 +76,7 @@ class Forward(Capabilities, nn.Module):
         key_padding_mask, sequence_ids = fitting(self.layer, query, key, value, key_padding_mask, sequence_ids, state)
         self.record_call()
         require_recordable(self, query, key_padding_mask, sequence_ids)
-        call = self.call_options(return_state, sink, fitting_hidden(self, query, key, hidden_states), first_query)
+        call = self.call_options(keep_state, sink, fitting_hidden(self, query, key, hidden_states), first_query)
         with loaded(self), torch.autocast(query.device.type, enabled=False):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
@@ -106,7 +106,7 @@ class Forward(Capabilities, nn.Module):
         return {name: x for name, x in exact.items() if takes.get(name, self.takes_exact)}
 
     def call_options(
-        self, return_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None, first_query: Any = None
+        self, keep_state: bool, sink: Tensor | None, hidden_states: Tensor | None = None, first_query: Any = None
     ) -> CallOptions:
         """Return what the methods of a call get; `UnsupportedModeError` for a sink that would be left out."""
         if sink is not None and not self.takes_sink:
@@ -114,7 +114,7 @@ class Forward(Capabilities, nn.Module):
                 f"mechanism {self.config.mechanism!r} has no softmax denominator for a sink, got sink"
                 f" {tuple(sink.shape)}; leave it out"
             )
-        return CallOptions(return_state, sink, hidden_states, first_query)
+        return CallOptions(keep_state, sink, hidden_states, first_query)
 
     @property
     def policy(self) -> Policy:

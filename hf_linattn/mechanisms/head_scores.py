@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.common.exact_softmax import softmax_attention
-from ..ops.common.numerics import bounded
+from ..ops.common.numerics import LN_2, bounded
 from ..ops.common.precision import wide
 from ..ops.linear.attention_distance import mean_attention_distance
-
-LN_2 = math.log(2)
 
 
 class HeadScores(nn.Module):
@@ -59,7 +56,7 @@ def matching_gain(mechanism: Any, heads: tuple[Tensor, Tensor, Tensor], mask: Te
     heads: query, key and value. options: what else the mechanism takes. 1 where one of the two is nothing.
     """
     layer = mechanism.layer
-    own = mechanism(*heads, mask, return_state=False, **options)[0]
+    own = mechanism(*heads, mask, keep_state=False, **options)[0]
     wanted = softmax_attention(*heads, scaling=layer.scaling, causal=layer.causal, key_padding_mask=mask)
     real = 1 if mask is None else mask[:, None, :, None]
     sizes = [(wide(x) * real).square().sum((0, 2, 3)) for x in (wanted, own)]

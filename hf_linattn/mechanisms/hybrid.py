@@ -296,8 +296,8 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def softmax_beside(self, exact: Tensor, query: Tensor, key: Tensor, call: CallOptions) -> Tensor:
         """Return the softmax over `exact` [B, H, N, N] pairs alone."""
-        scores = torch.einsum("bhid,bhjd->bhij", query, reference.repeat_heads(key, query)) * self.layer.scaling
-        return _softmax(scores, exact, self.log_sink(key, call.sink))
+        sink = self.log_sink(key, call.sink)
+        return reference.softmax_matrix(query, key, self.layer.scaling, exact, sink=sink)
 
     def _log_gate(
         self, near: Tensor, far: Tensor, exact: Tensor, allowed: Tensor, sink: Tensor | None
@@ -313,40 +313,36 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return F.logsigmoid(logit) - F.softplus(F.logsigmoid(-logit) + others - own)
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN) -> Tensor:
-        if self.in_blocks:
+        if self.config.num_hard_keys:
             raise UnsupportedModeError(
                 f"mechanism {self.config.mechanism!r} chooses its hard keys by their values, for which its attention"
                 " matrix needs these; pass value=... to attention_matrix"
             )
-        count = allowed.long().cumsum(-1)
-        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
-        exact = (distance < self.config.window_size) | (count <= self.config.num_sink_tokens)
-        return self.weights_beside(exact, query, key, allowed, call)
+        return self.weights_given(query, key, key, allowed, call)  # nothing is ranked by any values
 
     def weights_given(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
-        if not self.in_blocks:
-            return self.weights(query, key, allowed, call)
-        return matrix_in_blocks(self, query, key, value, allowed, call)
+        if self.in_blocks:
+            return matrix_in_blocks(self, query, key, value, allowed, call)
+        sinks = allowed.long().cumsum(-1) <= self.config.num_sink_tokens
+        exact = (reference.distances(allowed) < self.config.window_size) | sinks
+        return self.weights_beside(exact, query, key, allowed, call)
 
     def weights_beside(
         self, exact: Tensor, query: Tensor, key: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
         """Return the weights whose `exact` [B or 1, H or 1, N, N] pairs are those of softmax."""
         groups = query.shape[1] // key.shape[1]
-        count = allowed.long().cumsum(-1)
-        distance = (count.diagonal(dim1=-2, dim2=-1)[..., None] - count).abs()
-        scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
-
+        scores = reference.products(query, key) * self.layer.scaling
         log_mix, window_log = self._logs(key.dtype)
         query_map, key_map = self._maps()
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
-        kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
+        kernel = reference.products(features, key_map.exact(key))
         rate = self.linear.decay_rate(key)
         log_factor = log_mix.to(kernel.dtype)[:, None, None].expand_as(kernel)
         if rate is not None:
-            log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * distance
+            log_factor = log_factor - rate.repeat_interleave(groups)[:, None, None] * reference.distances(allowed)
         sink = self.log_sink(key, call.sink)
         if window_log is not None:  # for the exact weights to be divided by their largest and multiplied by a share
             log_factor = log_factor + _largest(scores, exact & allowed, sink) - window_log[:, None, None]
@@ -364,7 +360,8 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if self.far_gate is None:
             return joint
         gate = torch.sigmoid(gate_logit(self.far_gate.to(key.dtype)))[:, None, None]
-        return torch.lerp(_softmax(scores, exact & allowed, sink), joint, gate)
+        near_alone = reference.softmax(scores.masked_fill(~(exact & allowed), -math.inf), sink)
+        return torch.lerp(near_alone, joint, gate)
 
     def prepare(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> None:
         self.linear.prepare(query, key, value, key_padding_mask)
@@ -376,13 +373,6 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 def hybrids_of(mechanisms: Iterable[Mechanism]) -> list[HybridMechanism]:
     """Return those that are hybrids, members of others too."""
     return [x for x in single_mechanisms(mechanisms) if isinstance(x, HybridMechanism)]
-
-
-def _softmax(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the softmax over some keys and the sink [..., N]; zero where there are none."""
-    top = _largest(scores, among, sink)
-    shares = (scores - top).masked_fill(~among, -math.inf).exp()
-    return reference.normalise(shares, 0.0 if sink is None else (sink[:, None, None] - top).exp())
 
 
 def _largest(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:

@@ -242,7 +242,7 @@ class LinearMechanism(FeatureMapMechanism):
         return read_state(query, state, self.maps[0]), state
 
     def decay_rate(self, like: Tensor, wide: bool = False) -> Tensor | None:
-        """Return r [Hkv] in the place and dtype of `like`, or if `wide` in at least float32; None without decay."""
+        """Return r [Hkv], device and dtype as `like`, or if `wide` in at least float32; None without decay."""
         if not self.config.decay:
             return None
         return positive(self.log_decay_rate.to(like.device, accum_dtype(like) if wide else like.dtype))

@@ -15,7 +15,7 @@ from ..ops import reference
 from ..ops.common.grad_accumulator import Source
 from ..ops.common.precision import accum_dtype, widened
 from ..ops.slots.bidirectional import pooled_block_attention
-from ..ops.slots.causal import MemoryState, bounded_memory_attention, segment_size
+from ..ops.slots.interface import MemoryState, bounded_memory_attention, segment_size
 from ..ops.slots.pooling import segment_sums, slot_attention
 from ..ops.slots.segment_pool import products_with_rows
 from .base import Mechanism
@@ -78,7 +78,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     are the segments floor(j / u) with u the smallest power of two for which k of them are enough; token j is written
     into its slot with the weight exp(e . k_j) for its key and exp(f . k_j) for its value, divided by the sum of these
     weights in the slot so far; e, f [D] are trained from zero on, where slots are segment means. See
-    `hf_linattn.ops.slots.causal`. The decoding state has constant size, per key/value head.
+    `hf_linattn.ops.slots.interface`. The decoding state has constant size, per key/value head.
 
     `sharing` as in the paper: `none` (one E and F per key/value head), `heads` (for all of them), `kv` (E = F too),
     `layers` (and one for all layers, which the first of them holds and saves); causally of e and f. Sequences of

@@ -13,7 +13,7 @@ from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import attenuate
 from ..ops.common.tracing import may_write
-from ..ops.lsh.interface import Earlier, Found, Lists, LshCall, bucket_attention
+from ..ops.lsh.interface import LSH, Earlier, Found, Lists, LshCall
 from ..ops.lsh.torch import hash_buckets, pick, sort_keys
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, AttentionLayer, CallOptions
@@ -221,7 +221,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             earlier = Earlier(key, value, all_codes, lists)
         codes, choice = (query_code, key_code, span), (buckets + 1, size, ahead)
         asked = self._call(new, *codes, *choice)._replace(earlier=earlier)
-        output, log_sum, made = bucket_attention(asked)
+        output, log_sum, made = LSH.run(asked)
         key_code = key_code if earlier is None else earlier.key_code
         return self._beside_sink(output, log_sum, new, call), self._last(key, value, key_code, made, span, kept)
 
@@ -315,7 +315,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if self.config.shared_qk:
             hidden = hidden | (positions == new.position[:, None])
         found = Found(keys, values, hidden)
-        return bucket_attention(self._call(new, *new[3:5], 1, self.config.num_buckets, 0, 0)._replace(found=found))[:2]
+        return LSH.run(self._call(new, *new[3:5], 1, self.config.num_buckets, 0, 0)._replace(found=found))[:2]
 
     def _beside_sink(self, output: Tensor, log_sum: Tensor, new: _Tokens, call: CallOptions) -> Tensor:
         """Return the output as it is beside a sink; `log_sum` is `LOWEST` for a query that sees its own key alone."""

@@ -138,15 +138,14 @@ class MixedChunkMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         count = allowed.long().cumsum(-1)  # a key's number among those of its sequence, from 1
         own = count.diagonal(dim1=-2, dim2=-1)[..., None]
         inside = (count - 1) // self.config.block_size == (own - 1) // self.config.block_size
-        scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(groups, dim=1)) * self.layer.scaling
-
+        scores = reference.products(query, key) * self.layer.scaling
         query_map, key_map = self.linear.maps
         features = query_map.exact(query.unflatten(1, (-1, groups))).flatten(1, 2)
-        kernel = torch.einsum("bhif,bhjf->bhij", features, key_map.exact(key).repeat_interleave(groups, dim=1))
+        kernel = reference.products(features, key_map.exact(key))
         kernel = kernel * self.log_mix.to(key.dtype).exp()[:, None, None]
         rate = self.linear.decay_rate(key)
         if rate is not None:
-            kernel = kernel * torch.exp(-rate.repeat_interleave(groups)[:, None, None] * (own - count).abs())
+            kernel = kernel * torch.exp(-rate.repeat_interleave(groups)[:, None, None] * reference.distances(allowed))
 
         if self.bias is not None:
             squares = torch.relu(scores / 2 + self.bias.to(key.dtype)[:, None, None]) ** 2

@@ -28,7 +28,7 @@ class SequenceMechanism(Mechanism):
 
         `lengths` [B] counts the real tokens at the start of each row (maybe none); None if all are real, or no state
         is kept, as no query sees what stands behind it. What comes out behind them is dropped, and must not get into
-        the state. Who names one more argument `call` gets the `CallOptions`; the state may be None unless
+        the state. An override with a parameter `call` gets the `CallOptions`; the state may be None unless
         `call.keep_state`.
         """
         raise NotImplementedError

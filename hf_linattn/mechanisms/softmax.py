@@ -64,7 +64,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
         sequence_ids: Tensor | None = None,
         state: Any = None,
         *,
-        return_state: bool = True,
+        keep_state: bool = True,
         sink: Tensor | None = None,
         causal: bool | None = None,
         **options: Any,
@@ -103,7 +103,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
             sink=self.log_sink(query, sink, accum_dtype(query)),
             **options,
         )
-        if not (self.layer.causal and return_state):
+        if not (self.layer.causal and keep_state):
             return output, None
         if ids is not None:
             real = _all_real(key, real)

@@ -1,4 +1,4 @@
-"""The truth, written as the formulas are, with the N x N matrix in the open. For tests and diagnostics only.
+"""Reference formulas, written naively with the N x N matrix. For tests and diagnostics only.
 
 Every function works in the precision of its inputs; give float64 to get a reference.
 """
@@ -43,6 +43,17 @@ def positions(allowed: Tensor) -> Tensor:
     return allowed.long().cumsum(-1).diagonal(dim1=-2, dim2=-1) - 1
 
 
+def distances(allowed: Tensor) -> Tensor:
+    """Return |i - j| for every query and key of its sequence, pads not counted: [..., N, N]."""
+    count = allowed.long().cumsum(-1)
+    return (positions(allowed)[..., None] + 1 - count).abs()
+
+
+def products(query: Tensor, key: Tensor) -> Tensor:
+    """Return q_i . k_j [B, H, Nq, Nk] of queries [B, H, Nq, F] and keys [B, Hkv, Nk, F]."""
+    return torch.einsum("bhif,bhjf->bhij", query, repeat_heads(key, query))
+
+
 def normalise(weights: Tensor, beside: Tensor | float = 0.0) -> Tensor:
     """Divide non-negative weights [..., Nk] by their sum and what stands `beside` them; without any they stay zero."""
     total = weights.sum(-1, keepdim=True) + beside
@@ -57,7 +68,7 @@ def softmax_matrix(
 
     With `sink` [H] the sum of exponentials that it is divided by has exp(sink_h), too.
     """
-    scores = torch.einsum("bhid,bhjd->bhij", query, repeat_heads(key, query)) * scaling
+    scores = products(query, key) * scaling
     scores = scores if log_weight is None else scores + log_weight
     return softmax(scores.masked_fill(~allowed, float("-inf")), sink)
 
@@ -80,11 +91,9 @@ def kernel_matrix(
 
     With `decay_rate` [Hkv] (for Nq = Nk) w_ij is multiplied by exp(-decay_rate |i - j|), pads not counted.
     """
-    weights = torch.einsum("bhif,bhjf->bhij", query_features, repeat_heads(key_features, query_features))
+    weights = products(query_features, key_features)
     if decay_rate is not None:
-        count = allowed.long().cumsum(-1)
-        distance = (positions(allowed)[..., None] + 1 - count).abs()
-        weights = weights * torch.exp(-repeat_heads(decay_rate[None, :, None, None], weights) * distance)
+        weights = weights * torch.exp(-repeat_heads(decay_rate[None, :, None, None], weights) * distances(allowed))
     return normalise(weights * allowed)
 
 

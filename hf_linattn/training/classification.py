@@ -23,6 +23,7 @@ from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
 from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
+from hf_linattn.sentence_models import SHOWN
 from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
@@ -30,7 +31,6 @@ from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.heads import check_classes
 
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
-TOLD = 40  # characters of a text in a message
 
 
 class SequenceClassification(Task):
@@ -104,7 +104,7 @@ class SequenceClassification(Task):
         for text, special in zip(texts["text"], encoded["special_tokens_mask"], strict=True):
             if all(special):
                 raise DataError(
-                    f"the {split} split holds the text {text[:TOLD]!r}, of which the tokenizer leaves no token;"
+                    f"the {split} split holds the text {text[:SHOWN]!r}, of which the tokenizer leaves no token;"
                     " leave it out"
                 )
         columns = {name: encoded[name] for name in TOKENS if name in encoded}

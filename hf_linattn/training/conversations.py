@@ -16,7 +16,7 @@ from hf_linattn.reading import one_line
 ANSWERS = "answers"  # the column of their places
 ASSISTANT = "assistant"
 CONTENT = "content"
-TOLD = 60  # characters of a conversation in a message
+SHOWN = 60  # characters of a conversation in a message
 
 
 def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
@@ -65,7 +65,7 @@ def turns_of(given: Any) -> list[dict[str, Any]]:
     """
     turns = _rows(given)
     if isinstance(turns, Mapping) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise DataError(f"a conversation is {str(given)[:TOLD]!r}; give a list of turns with `role` and `content`")
+        raise DataError(f"a conversation is {str(given)[:SHOWN]!r}; give a list of turns with `role` and `content`")
     turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
     return [{**turn, CONTENT: _text_of(turn[CONTENT])} if CONTENT in turn else turn for turn in turns]
 
@@ -83,7 +83,7 @@ def _text_of(content: Any) -> str:
     parts = _rows(content)
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) and _is_text(part) for part in parts):
         raise DataError(
-            f"a conversation has the content {str(content)[:TOLD]!r}; give a text, or a list of parts like"
+            f"a conversation has the content {str(content)[:SHOWN]!r}; give a text, or a list of parts like"
             " {'type': 'text', 'text': ...}"
         )
     return "".join(part["text"] for part in parts)

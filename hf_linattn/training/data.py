@@ -24,14 +24,13 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
 
 from hf_linattn.errors import DataError, did_you_mean
-from hf_linattn.evaluation.perplexity import tokens_inside
+from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
 from hf_linattn.reading import one_line, reading
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.file_types import FILE_BUILDERS
 
 HELD_OUT_SHARE = 0.05
-IGNORED_LABEL = -100
 STRINGS = ("string", "large_string")
 CLASSES = (*STRINGS, "int")
 LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the column holds
@@ -39,7 +38,7 @@ LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the colu
     ("a list",): "lists of labels",
     ("float", "double", "int"): "numbers",
 }
-_TOKENIZED_AT_ONCE = 64
+TOKENIZED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -328,7 +327,7 @@ def _tokenize(
     learnt: list[np.ndarray] = []
     answered, count = ANSWERS in dataset.column_names, 0
     with tqdm(total=len(dataset), desc="tokenizing", unit="document", leave=False) as progress:
-        for batch in dataset.iter(_TOKENIZED_AT_ONCE):
+        for batch in dataset.iter(TOKENIZED_AT_ONCE):
             found = tokenizer(
                 batch[text_column], add_special_tokens=False, verbose=False, return_offsets_mapping=answered
             )

@@ -111,7 +111,7 @@ def test_a_state_holds_its_own_heads_in_the_dtype_of_the_model():
     _, kept = mechanism(*heads)[1].split()
     assert kept.key.shape == (2, 1, LENGTH, 8) and kept.value.dtype == torch.bfloat16
     assert kept.key.untyped_storage().nbytes() == kept.key.nbytes
-    assert mechanism(*heads, return_state=False)[1] is None
+    assert mechanism(*heads, keep_state=False)[1] is None
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,16 @@ def test_gated_deltanet_is_a_state_whose_keys_enter_by_their_positions():
         Case("hybrid", "llama", True, {"linear": "gated_deltanet", "linear_options": {"conv_size": 3}}).make()
 
 
+@pytest.mark.parametrize("linear", ["deltanet", "gated_deltanet"])
+def test_the_matrix_of_a_delta_rule_without_hard_keys_needs_no_values(linear):
+    mechanism, case = trained({**SIZES, "linear": linear, "num_hard_keys": 0})
+    query, key, value = case.heads(139)  # the first block has left the window
+    with torch.no_grad():
+        matrix = mechanism.attention_matrix(query, key)
+        want, _ = mechanism(query, key, value)
+    torch.testing.assert_close(reference.attend(matrix, value), want, rtol=1e-9, atol=1e-9)
+
+
 def test_forms_that_cannot_be_are_refused():
     with pytest.raises(UnsupportedModeError, match=r"num_hard_keys=3 are chosen as a sequence goes on.*bidirectional"):
         Case("hybrid", "bert", False, {"num_hard_keys": 3}).make()

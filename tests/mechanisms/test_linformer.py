@@ -16,7 +16,7 @@ from hf_linattn.cache import state_bytes
 from hf_linattn.config import make_config
 from hf_linattn.ops import reference as naive
 from hf_linattn.ops.slots import torch as by_slots
-from hf_linattn.ops.slots.causal import segment_size
+from hf_linattn.ops.slots.interface import segment_size
 from hf_linattn.testing import Case, random_tokens, tiny_model
 
 SCALING = 8**-0.5

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention, linear_attention
-from hf_linattn.ops.linear.torch import LinearState
 from hf_linattn.ops.linear.torch_open_length import Passage
+from hf_linattn.ops.linear.types import LinearState
 from hf_linattn.testing.counters import elements_written
 from tests.ops.feature_maps import elu_map, exp_map
 

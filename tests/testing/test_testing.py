@@ -14,7 +14,7 @@ from hf_linattn.mechanisms import MECHANISMS, ExactnessLimit, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.ops import reference
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention
-from hf_linattn.ops.linear.torch import LinearState
+from hf_linattn.ops.linear.types import LinearState
 from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, Case, InvariantError, check_mechanism
 from hf_linattn.testing.expectations import InvariantError as SameError
 from tests.helpers import ask_only

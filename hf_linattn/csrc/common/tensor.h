@@ -18,7 +18,7 @@
 #include <omp.h>
 #endif
 
-#define LOWEST -1e38f /* as in ops/exponential.py */
+#define LOWEST -1e38f /* as in ops/common/numerics.py */
 
 #if defined(__AVX512F__)
 #define LANES 16

@@ -5,11 +5,11 @@
 #include "../common/products.h"
 
 #define CHUNK 32    /* tokens read at a time: few pairs, all of them in the first cache */
-#define SEGMENT 512 /* tokens between two states that a backward pass goes on from, as in ops/delta_rule/cpu.py */
+#define SEGMENT 512 /* tokens between states that a backward pass starts from; as in ops/delta_rule/cpu_kernels.py */
 #define CHUNKS (SEGMENT / CHUNK)
 #define LARGEST 1e17f /* as in ops/common/numerics.py */
 
-/* One call; `DeltaArgs` of ops/delta_rule/cpu.py. */
+/* One call; `DeltaArgs` of ops/delta_rule/cpu_kernels.py. */
 struct delta_args {
     tensor_view query, key, value, out; /* [B, Hkv, G, N, F], [B, Hkv, N, F], [B, Hkv, N, V], [B, Hkv, G, N, V] */
     tensor_view beta, log_gate;         /* [B, Hkv, N]; nothing is forgotten without log_gate */

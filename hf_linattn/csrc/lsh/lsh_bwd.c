@@ -1,4 +1,4 @@
-/* The backward pass of bucket_softmax.c. Each key/value head is one thread's, as its queries add to the same keys. */
+/* The backward pass of lsh_fwd.c. Each key/value head is one thread's, as its queries add to the same keys. */
 
 #include "lsh.h"
 #include "../common/online_softmax_bwd.h"

@@ -20,7 +20,7 @@ from ..runtime.cpu import dense_rows, empty_like, empty_output, zeros_like
 class BlockSoftmax(NamedTuple):
     """Kernels of a backend, called as `cpu.block_softmax` is, and their backward pass.
 
-    window: a `window_softmax.WindowSoftmax` for the same heads; None where windows are tables of blocks with a bias.
+    window: a `WindowSoftmax` (ops/window/autograd.py) for the same heads; None: a window is a table with a bias.
     gates: whether it takes a `Before` with a gate.
     """
 
@@ -65,20 +65,12 @@ def _count_pairs(query: Any, shared_key: Any, table: Any, block_size: int) -> in
     return batch * heads * groups * table[0] * block_size * (shared_key[2] + table[2] * block_size)
 
 
-def count_flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, before: Any, before_log: Any, begun: int, shared_key: Any,
-    shared_value: Any, bias: Any, table: Any, first: int, block_size: int, *rest: Any, **__: Any,
-) -> int:  # fmt: skip
+def count_flops(query: Any, value: Any, shared_key: Any, table: Any, block_size: int, **_: Any) -> int:
     """Scores and their product with the values."""
     return 2 * _count_pairs(query, shared_key, table, block_size) * (query[-1] + value[-1])
 
 
-def count_reverse_flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, grad: Any, log_grad: Any, d_query: Any, d_key: Any,
-    d_value: Any, before: Any, before_log: Any, d_before: Any, d_before_log: Any, begun: int, shared_key: Any,
-    shared_value: Any, d_shared_key: Any, d_shared_value: Any, bias: Any, table: Any, first: int, block_size: int,
-    *rest: Any, **__: Any,
-) -> int:  # fmt: skip
+def count_reverse_flops(query: Any, value: Any, shared_key: Any, table: Any, block_size: int, **_: Any) -> int:
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, shared_key, table, block_size) * (3 * query[-1] + 2 * value[-1])
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import KINDS, Operand, call, operation, product_parts, refusal, require, size_of
+from ..runtime.cpu import KINDS, Operand, call, flop_formula, operation, product_parts, refusal, require, size_of
 from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
 from .patterns import trained_weights
@@ -146,5 +145,5 @@ def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
 
 
 NATIVE_BLOCKS = BlockSoftmax(block_softmax, block_softmax_backward, gates=True)
-register_flop_formula(torch.ops.hf_linattn.block_softmax)(count_flops)
-register_flop_formula(torch.ops.hf_linattn.block_softmax_backward)(count_reverse_flops)
+flop_formula(block_softmax)(count_flops)
+flop_formula(block_softmax_backward)(count_reverse_flops)

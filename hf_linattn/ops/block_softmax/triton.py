@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from ..common.numerics import LN_2, LOWEST
 from ..common.precision import wide
-from ..runtime.cpu import operation
+from ..runtime.cpu import flop_formula, operation
 from ..runtime.triton import launch, no_kernels, padded, precision, require_kernels
 from ..runtime.triton_row_products import row_products
 from ..window.triton import TRITON_WINDOW
@@ -206,5 +205,5 @@ def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
 
 
 TRITON_BLOCKS = BlockSoftmax(block_softmax_triton, block_softmax_backward_triton, TRITON_WINDOW)
-register_flop_formula(torch.ops.hf_linattn.block_softmax_triton)(count_flops)
-register_flop_formula(torch.ops.hf_linattn.block_softmax_backward_triton)(count_reverse_flops)
+flop_formula(block_softmax_triton)(count_flops)
+flop_formula(block_softmax_backward_triton)(count_reverse_flops)

@@ -1,7 +1,7 @@
 """Softmax attention over key blocks in Triton: what csrc/block_softmax computes, forward and back.
 
 A program has `ROWS` queries of one block, or `COLUMNS` keys, and meets the others tile by tile. Keys that stand by
-themselves come first, then those of the blocks in the table's row. Scores are in powers of two, see `exponential`.
+themselves come first, then those of the blocks in the table's row. Scores are in powers of two.
 Heads in half precision are multiplied as they are, weights rounded to them; sums, logs and scores are float32.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e38)  # `exponential.LOWEST`
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from ..common import numerics
+
+LOWEST, LOG2_E, LN_2 = (tl.constexpr(x) for x in (numerics.LOWEST, numerics.LOG2_E, numerics.LN_2))
 ANYWHERE = tl.constexpr(0x7FFFFFFF)  # no place is behind it
 
 

@@ -23,7 +23,7 @@ class Pattern(Protocol):
 
     @property
     def num_global(self) -> int:
-        """The first so many keys are seen by all."""
+        """How many of the first keys are seen by all queries."""
         ...
 
     @property

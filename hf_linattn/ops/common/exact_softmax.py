@@ -44,7 +44,7 @@ def softmax_attention(
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         dropout: probability of dropping an attention weight.
         sink: [H], the score of one more key without value (`hf_linattn.ops.common.sink_logit`), which no mask hides.
-        pair_mask: [B or 1, H or 1, Nq or 1, Nk], which pairs see each other, in the place of the order of tokens, of
+        pair_mask: [B or 1, H or 1, Nq or 1, Nk], which pairs see each other, instead of the order of tokens, of
             padding, packing and window; a float mask is added to the scores. Packing holds beside one row for all.
 
     Returns:
@@ -107,7 +107,7 @@ def masked_attention(
 ) -> Tensor:
     """Return `softmax_attention` over the allowed pairs [B or 1, 1, Nq, Nk]; rows without one are zero.
 
-    Numbers in the place of true and false are added to the scores.
+    Numbers instead of true and false are added to the scores.
     """
     if softcap is not None:
         return _softcapped(query, key, value, allowed, scaling, softcap, dropout, sink)

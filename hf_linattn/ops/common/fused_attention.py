@@ -21,8 +21,8 @@ NO_SECOND = (
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Return `scaled_dot_product_attention`, of the same arguments.
 
-    The query heads of a single token that share keys [B, Hkv, M, D] are handed over as so many queries of these, which
-    are then read once for all.
+    The query heads of a single token that share keys [B, Hkv, M, D] are handed over as several queries of these,
+    which are then read once for all.
 
     Raises (the backward):
         DerivativeError: `create_graph=True` behind a fused kernel.

@@ -134,7 +134,7 @@ class Packed(NamedTuple):
         return begins
 
     def backwards(self) -> Packed:
-        """The same, read from the last token of a row to the first, and listed in that order."""
+        """The sequences of rows that are read from the last token to the first, listed in that order."""
         rows, starts, lengths = self.places.flip(0).unbind(1)
         places = torch.stack([rows, self.length - starts - lengths, lengths], dim=1)
         return Packed(places[rows.argsort(stable=True)], *self[1:])
@@ -183,7 +183,7 @@ def lengths_of(read: Tensor) -> list[int]:
 
 
 def first_of_block(read: Tensor, count: int, size: int) -> int:
-    """Return which of `count` tokens begins a block of `size` in all rows, which have read so many before [B].
+    """Return which of `count` tokens begins a block of `size` in all rows that have read `read` [B] tokens.
 
     `count` where there is none, as the rows stand at different places in their blocks, or where less than a block
     would be left.

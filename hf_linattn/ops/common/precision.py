@@ -17,5 +17,5 @@ def wide(x: Tensor) -> Tensor:
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return all of them so."""
+    """Apply `wide` to every tensor."""
     return tuple(wide(x) for x in tensors)

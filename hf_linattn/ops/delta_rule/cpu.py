@@ -25,7 +25,7 @@ MAPPED_SIZE = 512  # tokens whose features are made at a time, so that they stay
 
 def unsupported(call: DeltaCall) -> str | None:
     """Return why the C cannot compute a call."""
-    given = () if call.memory is None else (call.memory,)
+    given = () if call.state is None else (call.state,)
     if reason := refusal(*call[:3], call.beta, *given):
         return reason
     if call.is_step:
@@ -40,7 +40,7 @@ def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     whole = call.grouped_query, call.key, call.value, call.beta
     queries, *rest = whole[0].split(size, 3), *(x.split(size, 2) for x in whole[1:])
     gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
-    memory: Any = None if call.memory is None else call.memory.contiguous()
+    memory: Any = None if call.state is None else call.state.contiguous()
     outputs = []
     output = None if torch.is_grad_enabled() else empty_output(whole[0], call.value)
     rows = itertools.repeat(None) if output is None else output.split(size, 3)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..linear.types import LEAST_WEIGHT
-from ..runtime.cpu import Operand, call, operation, size_of
+from ..runtime.cpu import Operand, call, flop_formula, operation, size_of
 
 OPERANDS = ("query", "key", "value", "out", "beta", "log_gate")
 STATES = {"state": "state", "state_after": "state_after", "kept_states": "checkpoints"}  # fields, and their operands
@@ -127,26 +126,26 @@ def delta_rule_backward(
 
 
 def _products(query: Any, value: Any, of_key: tuple[int, int, int], of_query: tuple[int, int, int]) -> int:
-    """FLOPs of products of chunks, for a key and for each of its queries: so many C F, F Dv and C Dv of a token."""
+    """FLOPs of chunks: how many products of C F, F Dv and C Dv a key has, and each of its queries."""
     (batch, heads, groups, length, features), width = query, value[-1]
     sizes = CHUNK * features, features * width, CHUNK * width
     each = sum((own + groups * asked) * size for own, asked, size in zip(of_key, of_query, sizes, strict=True))
     return batch * heads * length * each
 
 
-@register_flop_formula(torch.ops.hf_linattn.delta_rule)
-def _flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+@flop_formula(delta_rule)
+def _flops(query: Any, value: Any, **_: Any) -> int:
     """Pairs of keys and of queries, half of which are multiplied; a state read for both, and written."""
     return _products(query, value, (2, 4, 1), (2, 2, 1))
 
 
-@register_flop_formula(torch.ops.hf_linattn.delta_rule_step)
-def _step_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+@flop_formula(delta_rule_step)
+def _step_flops(query: Any, value: Any, **_: Any) -> int:
     """A state read for the key and each query, and written."""
     return query[0] * query[1] * (4 + 2 * query[2]) * query[4] * value[-1]
 
 
-@register_flop_formula(torch.ops.hf_linattn.delta_rule_backward)
-def _backward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The same again without queries, and what delta_rule_bwd.c multiplies."""
+@flop_formula(delta_rule_backward)
+def _backward_flops(query: Any, value: Any, **_: Any) -> int:
+    """The products of the forward pass without queries, and those of delta_rule_bwd.c."""
     return _products(query, value, (8, 12, 4), (6, 4, 4))

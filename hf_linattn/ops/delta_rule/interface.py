@@ -24,8 +24,8 @@ def gated_delta_rule(
     key: Tensor,
     value: Tensor,
     beta: Tensor,
-    log_gate: Tensor | None,
-    memory: Tensor | None,
+    log_gate: Tensor | None = None,
+    state: Tensor | None = None,
     query_map: FeatureMap | None = None,
     key_map: FeatureMap | None = None,
     policy: Policy = PYTORCH,
@@ -35,7 +35,7 @@ def gated_delta_rule(
     Args:
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv]; H is a multiple of Hkv. All of one dtype.
         beta: [B, Hkv, N], from 0 to 2; 0 for pads. log_gate: log g [B, Hkv, N], at most 0; 0 for pads; None: g is 1.
-        memory: S before the first key [B, Hkv, F, Dv]; None: it is zero.
+        state: S before the first key [B, Hkv, F, Dv]; None: it is zero.
         query_map, key_map: make F features of queries [B, Hkv, G, N, D] and of keys [B, Hkv, N, D], which are divided
             by their length then; None: they are features themselves. One that all but vanishes is zero.
         policy: which backends may do it.
@@ -44,9 +44,9 @@ def gated_delta_rule(
 
     >>> import torch
     >>> key, value = torch.eye(4)[None, None], torch.randn(1, 1, 4, 3)
-    >>> found, _ = gated_delta_rule(key, key, value, torch.ones(1, 1, 4), None, torch.zeros(1, 1, 4, 3))
+    >>> found, _ = gated_delta_rule(key, key, value, beta=torch.ones(1, 1, 4))
     >>> torch.equal(found, value)  # what was just written is read
     True
     """
-    call = DeltaCall(query, key, value, beta, log_gate, memory, query_map, key_map, policy)
+    call = DeltaCall(query, key, value, beta, log_gate, state, query_map, key_map, policy)
     return DELTA_RULE.run(call)

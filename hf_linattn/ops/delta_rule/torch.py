@@ -38,7 +38,7 @@ def run(call: DeltaCall) -> tuple[Tensor, Tensor]:
     size = chunks_at_once(grouped.shape[:3].numel(), key.device) * CHUNK_SIZE
     gates = itertools.repeat(None) if call.log_gate is None else call.log_gate.split(size, 2)
     parts = zip(grouped.split(size, 3), *(x.split(size, 2) for x in (key, value, call.beta)), gates, strict=False)
-    memory: Any = call.memory
+    memory: Any = call.state
     outputs = []
     for q, k, v, b, gate in parts:
         units = _units(q, call.query_map), _units(k, call.key_map)

@@ -19,8 +19,8 @@ class DeltaCall(NamedTuple):
     key: Tensor
     value: Tensor
     beta: Tensor
-    log_gate: Tensor | None
-    memory: Tensor | None
+    log_gate: Tensor | None = None
+    state: Tensor | None = None
     query_map: FeatureMap | None = None
     key_map: FeatureMap | None = None
     policy: Policy = PYTORCH
@@ -32,8 +32,8 @@ class DeltaCall(NamedTuple):
 
     def before(self, key: Tensor) -> Tensor:
         """Return the state before the first key, for keys with such features [B, Hkv, N, F]."""
-        if self.memory is not None:
-            return self.memory
+        if self.state is not None:
+            return self.state
         return self.value.new_zeros(*key.shape[:2], key.shape[3], self.value.shape[3])
 
     @property

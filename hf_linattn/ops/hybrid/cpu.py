@@ -6,6 +6,8 @@ of `cpu_hard_keys`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,8 +64,8 @@ def run(call: HybridCall) -> tuple[Tensor, HybridState | HardKeyState | None]:
     if not call.policy.inference or call.lengths is not None or not _knows_maps(weights):
         return fused.attend(PARTS, call)
     if not call.causal:
-        return hybrid_attention(*heads, weights), None
-    output, sums = causal_hybrid_attention(*heads, weights)
+        return _bidirectional_rows(*heads, weights), None
+    output, sums = _causal_rows(*heads, weights)
     return output, HybridState(*remember(call.key, call.value, weights, sums))
 
 
@@ -88,7 +90,7 @@ def _far_of_heads(
 PARTS = Parts(NATIVE_BLOCKS, SUMS, far=_far_of_heads)
 
 
-def causal_hybrid_attention(
+def _causal_rows(
     query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, before: LinearState | None = None
 ) -> tuple[Tensor, LinearState]:
     """Return the output [B, H, N, Dv] of rows that start at position 0, and the sums over all that left the window.
@@ -112,7 +114,7 @@ def causal_hybrid_attention(
     return _join_near(*heads, weights, output, far, log, start, causal=True), state
 
 
-def hybrid_attention(query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights) -> Tensor:
+def _bidirectional_rows(query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights) -> Tensor:
     """Return the bidirectional output [B, H, N, Dv] of unpadded rows; arguments as above."""
     length, window = query.shape[2], weights.window_size
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
@@ -139,7 +141,7 @@ def continued_attention(
     """Return the output [B, H, N, Dv] of tokens that go on after a `HybridState`, and what is in the next one.
 
     Every row has read more than the sinks and a window before them: what it kept of these stands before its tokens, as
-    if nothing had been between. Without gradients, as `causal_hybrid_attention`.
+    if nothing had been between. Without gradients, as `_causal_rows`.
     """
     count, sums, new = query.shape[2], LinearState(state.kv, state.log_max), [key, value]
     moved = min(count, weights.reach)
@@ -160,7 +162,7 @@ def _go_on(
 ) -> tuple[Tensor, LinearState]:
     """Several queries at the end of a row of sinks, window and new tokens."""
     kept = key.shape[2] - query.shape[2]
-    output, sums = causal_hybrid_attention(F.pad(query, (0, 0, kept, 0)), key, value, weights, sums)
+    output, sums = _causal_rows(F.pad(query, (0, 0, kept, 0)), key, value, weights, sums)
     return output[:, :, kept:], sums
 
 
@@ -247,5 +249,6 @@ def _strict_step(
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()
-    output, after = step_attention(query, key, value, maps, None, log_decay, state, (factor, top))
+    how: Any = {"key_padding_mask": None, "log_decay": log_decay, "state": state, "written": (factor, top)}
+    output, after = step_attention(query, key, value, maps, **how)
     return output, log_weight(factor, top), after

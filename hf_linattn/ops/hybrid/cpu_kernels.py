@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..linear.cpu import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
+from ..block_softmax.cpu import LEAST_KEYS
+from ..linear.cpu_kernels import COLUMNS, MAP_WEIGHTS, PAIR, MapOperands
 from ..linear.types import CHUNK_SIZE, LEAST_WEIGHT
-from ..runtime.cpu import Operand, call, operation, product_parts, require, size_of
+from ..runtime.cpu import Operand, call, flop_formula, operation, product_parts, require, size_of
 
 OPERANDS = (
     "query", "key", "value", "out", "ring_key", "ring_value", "sink_key", "sink_value", "hard_key", "hard_value",
@@ -25,7 +25,6 @@ PLACES = (
 SIZES = ("batches", "heads", "groups", "length", "key_size", "value_size", "features")
 ENTRIES = ("query_features", "key_features", "key_beta", "key_gate")
 SETTINGS = ("sinks", "most", "back", "relative", "activation", "threads", "parts")
-LEAST_KEYS = 192  # of a query block: with fewer of them products in exact parts do not pay
 
 
 class HardKeysArgs(ctypes.Structure):
@@ -87,7 +86,7 @@ def hard_keys(
         state_after ... hard_position_after: what will be in the next one.
         log_mix, gate, sink: [Hkv, G], rate: [Hkv]: those of `HybridWeights`.
         back: blocks before a query's own in its window. relative: how errors are ranked.
-        query_weight ... offset: `NativeMap.operands` of the two maps, and what else is in a `NativeMap`; unless the
+        query_weight ... offset: `map_operands` of the two maps, and what else is in a `NativeMap`; unless the
             state is that of the delta rule.
         query_features: [B, Hkv, G, N, F], what queries read such a state with.
         key_features [B, Hkv, X, F], key_beta, key_gate [B, Hkv, X]: what keys write; those of the hard keys, the ring
@@ -118,15 +117,18 @@ def hard_keys(
     call("hard_keys", operands, sizes, lambda: _describe(operands, *how))
 
 
-@register_flop_formula(torch.ops.hf_linattn.hard_keys)
-def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+@flop_formula(hard_keys)
+def _flops(
+    query: Any, value: Any, sink_key: Any, state_after: Any, hard_key_after: Any, back: int, query_weight: Any,
+    key_weight: Any, **_: Any,
+) -> int:  # fmt: skip
     """Exact keys that have a place, seen or not; reading the state for each query, recalling hard keys and those of a
     block by it, adding the latter to it; the maps."""
-    (batch, heads, groups, length, input_size), value_size, features = query, value[-1], rest[12][2]
-    sinks, most, back = rest[5][2], rest[14][2], rest[21]
+    (batch, heads, groups, length, input_size), value_size, features = query, value[-1], state_after[2]
+    sinks, most = sink_key[2], hard_key_after[2]
     exact = groups * (sinks + most + CHUNK_SIZE * (back + 1)) * (input_size + value_size)
     recalled = 2 * CHUNK_SIZE + most if length > CHUNK_SIZE * (back + 1) else 0
     state = (groups + recalled / CHUNK_SIZE) * features * value_size
-    weights = zip(rest[24:28:2], (groups, 1), strict=True)
+    weights = (query_weight, groups), (key_weight, 1)
     maps = sum(input_size * weight[-1] * number for weight, number in weights if weight)
     return int(2 * batch * heads * length * (exact + state + maps))

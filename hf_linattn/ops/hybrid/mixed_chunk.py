@@ -25,7 +25,8 @@ from ..common.numerics import LOWEST, dense, fast_exp
 from ..common.padding import take
 from ..common.sink_logit import softmax_beside
 from ..linear.interface import FeatureMap
-from ..linear.torch import LEAST_WEIGHT, LinearState, chunks_at_once, with_ones
+from ..linear.torch import chunks_at_once, with_ones
+from ..linear.types import LEAST_WEIGHT, LinearState
 
 
 class MixedWeights(NamedTuple):

@@ -40,7 +40,7 @@ def keys_in_state(value: Tensor, allowed: Tensor, weights: HybridWeights, recall
 def _enter(
     value: Tensor, weights: HybridWeights, row: int, head: int, tokens: list[int], blocks: int, recall: Recall
 ) -> tuple[list[int], list[int]]:
-    """Return the hard keys and those in the state after so many blocks have left the window."""
+    """Return the hard keys and those in the state after `blocks` blocks have left the window."""
     hard: list[int] = []
     entered: list[int] = []
     for block in range(blocks):

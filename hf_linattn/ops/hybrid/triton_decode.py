@@ -50,7 +50,7 @@ def hybrid_step_triton(
     values, most = min(MOST_VALUES, max(1, NUMBERS // row.tile)), max(1, NEAR_NUMBERS // keys)
     rows = min(most, triton.next_power_of_2(max(1, ring)))
     given = {"DECAYED": decay_rate, "SHARED": window_log, "BESIDE": sink, "GATED": far_gate, "ENDS": ends}
-    unused, found = log_max, (*row.weights, *given.values())  # the first in the place of numbers that are not read
+    unused, found = log_max, (*row.weights, *given.values())  # the first is a placeholder for what is not read
     *maps, decay_rate, window_log, sink, far_gate, ends = (unused if x is None else x for x in found)
     launch(
         step_hybrid, (batch * heads, -(-value_size // values)), query,
@@ -82,7 +82,7 @@ def step_attention(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output [B, H, 1, Dv] and what is in the next `HybridState`; `state` stays as it is. No gradients.
 
-    Arguments as in `hybrid.causal_hybrid_attention`, of one token. maps: of queries and keys, alike but for weights.
+    Arguments as in `HybridCall`, of one token. maps: of queries and keys, alike but for weights.
     ends: as in `hybrid_step_triton`.
     """
     given = (weights.log_mix, weights.decay_rate, weights.window_log, weights.sink, weights.far_gate, ends)

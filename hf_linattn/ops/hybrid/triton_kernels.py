@@ -50,7 +50,7 @@ def see_near(
 
 @triton.jit
 def join(log, weight, total, far_log, far_weight, far_total, least_weight, gate, GATED: tl.constexpr):
-    """The average over near keys, whose sums count exp(log) times, and far ones: see `ops.hybrid._join`.
+    """The average over near keys, whose sums count exp(log) times, and far ones: see `sums.join`.
 
     Where GATED the share of far keys is `gate` times what it would be.
     """

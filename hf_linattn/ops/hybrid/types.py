@@ -71,7 +71,7 @@ class HybridWeights(NamedTuple):
         return torch.sigmoid(gate_logit(wide(cast(Tensor, self.far_gate))))
 
     def gate_of(self, key: Tensor) -> Tensor | None:
-        """The same [Hkv, G], for keys [B, Hkv, N, D]; None where there is no `far_gate`."""
+        """`gate` as [Hkv, G], for keys [B, Hkv, N, D]; None where there is no `far_gate`."""
         return None if self.far_gate is None else self.gate.view(key.shape[1], -1)
 
     @property

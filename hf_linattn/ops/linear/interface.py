@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..dispatch import PYTORCH, Operation, Policy
 from . import compile as compiled
-from . import cpu, cpu_flops  # noqa: F401 - FLOP counters know what the C costs
+from . import cpu
 from . import torch as pytorch
 from .torch import read_state, sum_keys
 from .types import CHUNK_SIZE, FeatureMap, Features, LinearCall, LinearState

@@ -30,10 +30,10 @@ def ridge_attention(
 
     a_i and b_j are the features of query i [B, H, Nq, D] and of key j [B, Hkv, Nk, D] divided by their length, and
     W = (sum_j b_j b_j^T + penalty I)^-1 sum_j b_j v_j^T, j over the keys of the query's sequence; zero for pads.
-    `penalty` [Hkv] is above zero: it takes so many keys like the query for half of what they say to be believed. To it
-    the rounding error of the sums is added, 32 eps times the number of keys, so that there always is a solution; one
-    step of refinement takes most of it out again.
-    Time O(N F (F + Dv) + S F^3) for S sequences, N in the place of one F where that is less.
+    `penalty` [Hkv] is above zero: `penalty` keys that are like the query give half of their value. To it the rounding
+    error of the sums is added, 32 eps times the number of keys, so that there always is a solution; one step of
+    refinement takes most of it out again.
+    Time O(N F (F + Dv) + S F^3) for S sequences, N in place of one F where that is less.
 
     >>> from hf_linattn.ops.linear.interface import Features
     >>> key, value = torch.eye(3).expand(1, 1, 3, 3), torch.arange(6.0).view(1, 1, 3, 2)

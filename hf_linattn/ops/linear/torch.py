@@ -23,9 +23,7 @@ from ..common.precision import widened
 from ..common.tracing import is_open
 from ..runtime.cpu import output_for
 from .torch_open_length import OpenChunks, Passage, cut_whole
-from .types import CHUNK_SIZE, LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
-
-__all__ = ["CHUNK_SIZE", "LEAST_WEIGHT", "LinearState"]
+from .types import LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
 
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
 AT_ONCE_ELSEWHERE = 1024
@@ -233,7 +231,7 @@ class _Packing(NamedTuple):
 
 
 def chunks_at_once(rows: int, device: torch.device) -> int:
-    """Return how many chunks to take together when each holds so many rows, one per query head and sequence."""
+    """Return how many chunks to take together when each holds `rows` rows, one per query head and sequence."""
     return max(1, AT_ONCE.get(device.type, AT_ONCE_ELSEWHERE) // rows)
 
 

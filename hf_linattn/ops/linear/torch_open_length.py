@@ -83,7 +83,7 @@ class OpenChunks:
         return x[(slice(None),) * dim + (self.index,)]
 
     def without_filling(self, chunks: Any) -> Any:
-        """Return `chunk_sums.Chunks` whose keys that only fill are hidden; nothing is forgotten after them either."""
+        """Return the `Chunks` (torch.py) with filling keys hidden; nothing is forgotten after them either."""
         scale, decay = chunks.log_scale, chunks.log_decay
         scale = None if scale is None else scale.masked_fill(~self.real, LOWEST)
         decay = None if decay is None else decay * self.real

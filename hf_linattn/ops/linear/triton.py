@@ -46,8 +46,8 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     if call.is_step:
         maps = native_maps(call.query_map, call.key_map)
-        rest: Any = call.value, call.log_decay, call.key_padding_mask, call.state
-        attended, after = step_attention(call.grouped_query, call.key, maps, *rest)
+        how: Any = {"key_padding_mask": call.key_padding_mask, "log_decay": call.log_decay, "state": call.state}
+        attended, after = step_attention(call.grouped_query, call.key, call.value, maps, **how)
         return attended.flatten(1, 2), after
     if makers := own_maps(call.query_map, call.key_map):
         call = call._replace(query_map=makers[0], key_map=makers[1])

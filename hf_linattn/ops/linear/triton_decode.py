@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import dense_rows, operation
+from ..runtime.cpu import dense_rows, flop_formula, operation
 from ..runtime.triton import launch, require_kernels
 from .triton_decode_kernels import step_token
 from .triton_features import OneRow
@@ -41,7 +40,7 @@ def causal_step_triton(
     (batch, heads, groups, _, input_size), value_size = query.shape, value.shape[-1]
     weights = (query_weight, query_bias), (key_weight, key_bias)
     row = OneRow.of([NativeMap(activation, *x, scale, quadratic, offset) for x in weights], heads, groups, input_size)
-    unused = log_max  # in the place of numbers that are not read
+    unused = log_max  # a placeholder for numbers that are not read
     numbers, warps = NUMBERS[key_weight is not None]
     values = min(MOST_VALUES, max(1, numbers // row.tile))
     launch(
@@ -55,20 +54,17 @@ def causal_step_triton(
     )  # fmt: skip
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_step_triton)
-def _flops(
-    query: Any, key: Any, value: Any, activation: str, query_weight: Any, query_bias: Any, key_weight: Any, *rest: Any,
-    **__: Any,
-) -> int:  # fmt: skip
+@flop_formula(causal_step_triton)
+def _flops(query: Any, value: Any, key_weight: Any, state: Any, **_: Any) -> int:
     """Making features, adding the key to the state, reading it for every query."""
-    (batch, heads, groups, _, input_size), num_features = query, rest[7][2]
+    (batch, heads, groups), input_size, num_features = query[:3], query[-1], state[2]
     made = 0 if key_weight is None else input_size * key_weight[-1]
     return batch * heads * 2 * (groups + 1) * (made + num_features * (value[-1] + 1))
 
 
 def step_attention(
-    query: Tensor, key: Tensor, maps: Sequence[NativeMap], value: Tensor, log_decay: Tensor | None,
-    key_padding_mask: Tensor | None, state: LinearState | None,
+    query: Tensor, key: Tensor, value: Tensor, maps: Sequence[NativeMap], *, key_padding_mask: Tensor | None,
+    log_decay: Tensor | None, state: LinearState | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state; `state` stays as it is. Without gradients.
 
@@ -77,8 +73,7 @@ def step_attention(
         maps: of queries and of keys, alike but for their weights.
         key_padding_mask: [B, 1], true for real keys.
     """
-    scaled = maps[1].activation == "exponential" or log_decay is not None
-    state = LinearState.before(maps[1].width(key.shape[-1]), value, scaled) if state is None else state
+    state = LinearState.before_map(maps[1], key, value, log_decay) if state is None else state
     output, before = value.new_empty(*query.shape[:4], value.shape[-1]), [x.contiguous() for x in state]
     after = LinearState(*map(torch.empty_like, before))
     mask = None if key_padding_mask is None else key_padding_mask.bool().expand(len(value), 1)

@@ -89,7 +89,7 @@ def input_tile(input_size: int, columns: int, itemsize: int, split: bool, large:
 
 
 def row_tile(columns: int, numbers: int) -> int:
-    """Return how many rows of so many columns are in a tile of about so many numbers."""
+    """Return how many rows of `columns` numbers are in a tile of about `numbers`."""
     return min(MOST_ROWS, max(16, numbers // columns))
 
 

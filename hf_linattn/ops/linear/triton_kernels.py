@@ -22,7 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-1e38)  # `exponential.LOWEST`
+from ..common.numerics import LOWEST
+
+HIDDEN = tl.constexpr(LOWEST)
 ALIKE = tl.constexpr(16)  # columns, as few as a product may have
 HALF = tl.constexpr(32768.0)  # of what float16 holds
 

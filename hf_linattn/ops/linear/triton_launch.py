@@ -35,11 +35,11 @@ SMALL_TILES = {256: Tiles(32, 32, 4, 2), 512: Tiles(16, 32, 4, 2), 1024: Tiles(1
 MOST_BYTES = 256  # of features; more of them are read in parts, which is faster than a larger state
 STATE_KEYS, STATE_VALUES = 64, 128  # of `write_states`
 STATE_OPTIONS = {True: {"num_warps": 4, "num_stages": 3}, False: {"num_warps": 8, "num_stages": 1}}  # by `is_large`
-PROGRAMS, LEAST_CHUNKS = 256, 8  # as many programs keep a GPU busy; a segment has at least so many chunks
+PROGRAMS, LEAST_CHUNKS = 256, 8  # programs that keep a GPU busy; fewest chunks in a segment
 
 
 def too_wide(value: Tensor) -> str | None:
-    """Return why there are no tiles for values of so many numbers, None if there are."""
+    """Return why there are no tiles for values of that width, None if there are."""
     fits = padded(value.shape[-1]) * value.itemsize <= max(TILES)
     return None if fits else f"values of {value.shape[-1]} numbers of {value.dtype}"
 
@@ -145,7 +145,7 @@ def read_part(
     log_max_after: is written zero, as it is without scales.
     """
     batch, heads, groups, length, value_size = sums.shape
-    tiles, unused = tiles_for(query), states  # in the place of what is not read
+    tiles, unused = tiles_for(query), states  # a placeholder for what is not read
     columns = min(tiles.values, padded(value_size))
     of_tokens = (unused,) * 5 if scales is None else scales[:5]
     through = unused if scales is None else scales.through
@@ -172,7 +172,7 @@ def causal_sums_triton(
     rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor | None,
     states: Tensor, state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
 ) -> None:  # fmt: skip
-    """Kernel attention of features; see `causal_attention.attend`.
+    """Kernel attention of features; see `autograd.attend`.
 
     Args:
         query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].

@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-1e38)  # `numerics.LOWEST`
+from ..common.numerics import LOWEST
+
+LEAST = tl.constexpr(LOWEST)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ class Scales(NamedTuple):
         cls, cut: Any, factor: Tensor, top: Tensor | None, log_scale: Tensor | None, log_decay: Tensor | None,
         log_max: Tensor | None, starts: Tensor | None, after: Tensor, row_factor: Tensor,
     ) -> Scales:  # fmt: skip
-        """The same of queries [B, H, G, N] that are read as keys from the end, with log scales log(factor) - top.
+        """Scales of queries [B, H, G, N] that are read as keys from the end, with log scales log(factor) - top.
 
         log_scale, log_decay: [B, H, N], of the keys. log_max, after: [B, H, G]. row_factor: [B, H, G, N], what sums
         are multiplied by, is written.
@@ -82,7 +82,7 @@ class Scales(NamedTuple):
     ) -> None:  # fmt: skip
         batch, heads = self.left.shape[:2]
         log_scale, log_max = (x if x is None else x.contiguous() for x in (log_scale, log_max))
-        unused = self.left  # in the place of what is not there
+        unused = self.left  # a placeholder for what is not there
         given = (log_scale, log_decay, log_max, factor, top, starts, *self, row_top, row_factor)
         chunks = max(1, min(TILE // cut.rows, triton.next_power_of_2(cut.num_chunks)))
         launch(

@@ -102,10 +102,16 @@ class LinearState(NamedTuple):
 
     @classmethod
     def before(cls, num_features: int, value: Tensor, scaled: bool) -> LinearState:
-        """The same for values [B, Hkv, ..., Dv] that have no column of ones yet, in any precision."""
+        """The state before the first key, for values [B, Hkv, ..., Dv] without a column of ones, in any precision."""
         shape = *value.shape[:2], num_features, value.shape[-1] + 1
         kv = value.new_zeros(shape, dtype=accum_dtype(value))
         return cls(kv, kv.new_full(shape[:2], LOWEST / 2 if scaled else 0.0))
+
+    @classmethod
+    def before_map(cls, key_map: NativeMap, key: Tensor, value: Tensor, log_decay: Tensor | None) -> LinearState:
+        """The state before the first of keys [B, Hkv, N, D], whose features a map is to make."""
+        scaled = key_map.activation == "exponential" or log_decay is not None
+        return cls.before(key_map.width(key.shape[-1]), value, scaled)
 
 
 class LinearCall(NamedTuple):

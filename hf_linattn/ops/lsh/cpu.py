@@ -1,4 +1,4 @@
-"""Softmax attention to the keys that share a bucket with the query, by `bucket_softmax.c`: no pair is kept."""
+"""Softmax attention to the keys that share a bucket with the query, by `lsh_fwd.c`: no pair is kept."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..common.derivatives import first_order
-from ..runtime.cpu import Operand, call, dense_rows, empty_output, operation, product_parts, refusal, require, size_of
+from ..runtime.cpu import (
+    Operand,
+    call,
+    dense_rows,
+    empty_output,
+    flop_formula,
+    operation,
+    product_parts,
+    refusal,
+    require,
+    size_of,
+)  # fmt: skip
 from .types import Lists, LshCall
 
 OPERANDS = ("query", "key", "value", "out", "log", "grad", "weight_grad", "d_query", "d_key", "d_value")
@@ -22,7 +32,7 @@ CHOICES = ("rounds", "buckets", "behind", "ahead", "shared", "threads", "parts")
 
 
 class LshArgs(ctypes.Structure):
-    """`struct lsh_args` of bucket_softmax.h."""
+    """`struct lsh_args` of lsh.h."""
 
     _fields_ = (
         *((name, Operand) for name in OPERANDS),
@@ -112,20 +122,14 @@ def _count_pairs(query: Any, member: Any, behind: int, ahead: int) -> int:
     return batch * heads * groups * length * member[0] * min(behind + ahead, length)
 
 
-@register_flop_formula(torch.ops.hf_linattn.bucket_softmax)
-def _flops(
-    query: Any, key: Any, value: Any, out: Any, log: Any, of_query: Any, of_key: Any, member: Any, bounds: Any,
-    behind: int, ahead: int, *rest: Any, **__: Any,
-) -> int:  # fmt: skip
+@flop_formula(bucket_softmax)
+def _flops(query: Any, value: Any, member: Any, behind: int, ahead: int, **_: Any) -> int:
     """Scores and their product with the values."""
     return 2 * _count_pairs(query, member, behind, ahead) * (query[-1] + value[-1])
 
 
-@register_flop_formula(torch.ops.hf_linattn.bucket_softmax_backward)
-def _backward_flops(
-    query: Any, key: Any, value: Any, log: Any, grad: Any, weight_grad: Any, d_query: Any, d_key: Any, d_value: Any,
-    of_query: Any, of_key: Any, member: Any, bounds: Any, behind: int, ahead: int, *rest: Any, **__: Any,
-) -> int:  # fmt: skip
+@flop_formula(bucket_softmax_backward)
+def _backward_flops(query: Any, value: Any, member: Any, behind: int, ahead: int, **_: Any) -> int:
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, member, behind, ahead) * (3 * query[-1] + 2 * value[-1])
 

@@ -1,22 +1,16 @@
-"""Softmax attention over keys found by hashing."""
+"""Softmax attention over keys found by hashing.
+
+It returns the output [B, H, N, Dv], the log of its weights [B, H, N], and the `Lists` of keys, None for one token. The
+log is `LOWEST` for a query that sees its own key alone, where that is seen only then.
+"""
 
 from __future__ import annotations
-
-from torch import Tensor
 
 from ..dispatch import Operation
 from . import cpu
 from . import torch as pytorch
 from .types import Earlier, Found, Lists, LshCall
 
-__all__ = ["Earlier", "Found", "Lists", "LshCall", "bucket_attention"]
+__all__ = ["LSH", "Earlier", "Found", "Lists", "LshCall"]
 
 LSH = Operation("lsh", cpu=cpu, torch=pytorch)
-
-
-def bucket_attention(call: LshCall) -> tuple[Tensor, Tensor, Lists | None]:
-    """Return the output [B, H, N, Dv], the log of its weights [B, H, N], and the lists of keys, None for one token.
-
-    The log is `LOWEST` for a query that sees its own key alone, where that is seen only then.
-    """
-    return LSH.run(call)

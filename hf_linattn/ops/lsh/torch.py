@@ -94,7 +94,7 @@ def hash_buckets(x: Tensor, rotations: Tensor, num_buckets: int | Tensor) -> Ten
 
     Args:
         x: [B, H, N, D]. rotations: [R, D, half the largest number of buckets].
-        num_buckets: 1 or even; only so many columns are used. A tensor [B, 1, N] sets it for every position.
+        num_buckets: 1 or even; `rotations` is read up to its half. A tensor [B, 1, N] sets it for every position.
     """
     half = num_buckets // 2
     if isinstance(half, Tensor):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import BuildError, OperandError
 from ..common.precision import accum_dtype
@@ -232,6 +233,25 @@ def operation(
     return enter
 
 
+def flop_formula(operation: Any, get_raw: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that makes a function the FLOPs of an operation.
+
+    It gets the arguments by the names that the operation has for them, shapes in place of tensors unless `get_raw`.
+    """
+    arguments = operation._schema.arguments
+    defaults = {x.name: x.default_value for x in arguments if x.has_default_value()}
+
+    def enter(formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*given: Any, out_val: Any = None, **named: Any) -> int:
+            handed = {x.name: value for x, value in zip(arguments, given, strict=False)}
+            return formula(**defaults | handed | named)
+
+        register_flop_formula(operation.overloadpacket, get_raw=get_raw)(count)
+        return formula
+
+    return enter
+
+
 def dense_rows(x: Tensor) -> Tensor:
     """x, its last dimension contiguous, as all operands have it."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -265,7 +285,7 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """The same, of zeros, in at least float32."""
+    """`empty_output` filled with zeros, in at least float32."""
     return empty_like(x, accum_dtype(x)).zero_()
 
 

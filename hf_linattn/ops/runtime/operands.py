@@ -1,4 +1,4 @@
-"""What the operands of each function of the C must be: the C itself believes what it is told."""
+"""What the operands of each function of the C must be: the C itself checks nothing."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def precision() -> str:
 
 
 def padded(size: int) -> int:
-    """Return how many columns a tile has for so many numbers: a power of two, and as many as a product needs."""
+    """Return how many columns a tile has for `size` numbers: a power of two, and as many as a product needs."""
     return max(16, 1 << (size - 1).bit_length())
 
 

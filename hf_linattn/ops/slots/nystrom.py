@@ -55,7 +55,7 @@ def pseudo_inverse(matrix: Tensor, num_iterations: int) -> Tensor:
 
 
 def at_once(scores: int, device: torch.device) -> int:
-    """Return how many items with so many scores each are worked on at a time."""
+    """Return how many items of `scores` scores each are worked on at a time."""
     return max(SCORES.get(device.type, MANY_SCORES) // scores, 1)
 
 

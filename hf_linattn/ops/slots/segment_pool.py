@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
 from ..common.precision import wide
-from .cpu_segment_means import segment_means, segment_means_of_part
+from .cpu_kernels import segment_means, segment_means_of_part
 
 
 class Summary(NamedTuple):
@@ -34,7 +34,7 @@ class Summary(NamedTuple):
         return Summary(torch.cat(keys, -2), torch.cat(values, -2), *(torch.cat(pair, -1) for pair in logs))
 
     def split(self, size: int) -> list[Summary]:
-        """Return the parts of so many rows each."""
+        """Return parts of `size` rows each."""
         return [Summary(*parts) for parts in zip(*(x.split(size) for x in self), strict=True)]
 
     def padded(self, size: int) -> Summary:
@@ -79,7 +79,7 @@ def pool(tokens: Summary, size: int, compiled: bool = False) -> Summary:
 
 
 def pool_part(sources: Sequence[Source], start: int, length: int, size: int, compiled: bool) -> Summary:
-    """`pool` of so many tokens from `start` on, of the sources of a summary."""
+    """`pool` of `length` tokens from `start` on, of the sources of a summary."""
     if not compiled or sources[0].whole.dtype != torch.float32:
         return pool(Summary(*(source.narrow(2, start, length) for source in sources)), size, compiled)
     pairs = zip(sources[:2], sources[2:], strict=True)

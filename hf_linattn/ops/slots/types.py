@@ -32,7 +32,7 @@ Writer = Callable[[Source], tuple[Tensor, Tensor]]
 
 
 class SlotsCall(NamedTuple):
-    """One call of causal attention in bounded memory, as `causal.bounded_memory_attention` describes it."""
+    """One call of causal attention in bounded memory, as `interface.bounded_memory_attention` describes it."""
 
     query: Tensor
     key: Tensor

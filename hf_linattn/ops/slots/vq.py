@@ -172,7 +172,7 @@ def fit_codes(
 
 
 def _seeded(points: Tensor, codebook: Tensor, counts: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the codebook with points in the place of codes that count none."""
+    """Return the codebook with points in place of codes that count none."""
     heads, num_codes, width = codebook.shape
     fitted = counts > 0
     largest = codebook.gather(1, counts.argmax(1)[:, None, None].expand(-1, 1, width))
@@ -287,7 +287,7 @@ def _far_tables(rows: _Rows, num_codes: int, step: int, carried: Tensor | None, 
     values = with_ones(rows.value)
 
     def sums_of(offset: int) -> Iterator[Tensor]:
-        """Yield the sums of single blocks, each in the place of the block `offset` behind it."""
+        """Yield the sums of single blocks, each where the block `offset` behind it."""
         moved = _shifted(rows.code, offset, NONE), _shifted(values, offset)
         for code, value in zip(*(x.split(step, 2) for x in moved), strict=True):
             yield code_sums(code, value, num_codes)

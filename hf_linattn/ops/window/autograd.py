@@ -20,7 +20,7 @@ from ..runtime.cpu import dense_rows, empty_like, empty_output
 
 
 class WindowSoftmax(NamedTuple):
-    """An operation, called as `triton.window_softmax.window_softmax_triton` is, its backward pass, and what it suits.
+    """An operation, called as `ops.window.triton.window_softmax_triton` is, its backward pass, and what it suits.
 
     suits: of query, key and value that the `BlockSoftmax` suits which has this.
     """

@@ -23,7 +23,7 @@ from ..common.numerics import LOWEST
 from ..common.padding import take
 from ..common.sink_logit import softmax_beside
 
-BLOCK = 64  # queries per block, four times as many where they see so many keys each
+BLOCK = 64  # queries per block; four times as many where each sees as many keys
 PART = 128  # columns of a band that are convolved together
 AT_ONCE = {"cpu": 1 << 20}  # elements of the scores of a few blocks: 4 MiB in float32
 AT_ONCE_ELSEWHERE = 1 << 25

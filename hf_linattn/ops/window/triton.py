@@ -1,4 +1,4 @@
-"""Window softmax by Triton: what `ops.window_softmax` needs, on a GPU."""
+"""Window softmax by Triton: what `ops.window.autograd` needs, on a GPU."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def sizes_for(kernel: Any, query: Tensor, value: Tensor, window: int) -> dict[st
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether tiles of such heads fit into shared memory; `block_softmax.suits` says what else is needed."""
+    """Whether tiles of such heads fit into shared memory; `no_kernels` says what else is needed."""
     return all(x.itemsize * padded(x.shape[-1]) <= WIDEST for x in (query, value))
 
 

@@ -42,7 +42,7 @@ def keep_rows(
 ):  # fmt: skip
     """Write a sequence's COUNT rows, each from FIRST on what the one `moved` behind it was, the new one in its place.
 
-    Of `parts` programs each writes every so many rows.
+    Each of `parts` programs writes one row in `parts`.
     """
     rows += sequence * COUNT * SIZE
     rows_after += sequence * COUNT * SIZE

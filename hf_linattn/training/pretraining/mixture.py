@@ -11,11 +11,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.training.data import TOKENIZED_AT_ONCE
 from hf_linattn.training.pretraining.items import Material
 from hf_linattn.training.pretraining.rows import recall_row
 
 _SPLITS = {"train": 0, "validation": 1, "test": 2}  # each with random numbers of its own
-_TOKENIZED_AT_ONCE = 64
 
 
 class Stage(NamedTuple):
@@ -103,8 +103,8 @@ def text_tokens(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, seed: int 
     texts = [str(text) for text in dataset["text"]]
     order = np.random.default_rng(seed).permutation(len(texts)).tolist()
     documents: list[list[int]] = []
-    for first in range(0, len(order), _TOKENIZED_AT_ONCE):
-        batch = [texts[number] for number in order[first : first + _TOKENIZED_AT_ONCE]]
+    for first in range(0, len(order), TOKENIZED_AT_ONCE):
+        batch = [texts[number] for number in order[first : first + TOKENIZED_AT_ONCE]]
         documents += tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
     if not any(documents):
         raise DataError("the text has no tokens; give documents that are not empty")

@@ -7,7 +7,7 @@ import torch
 
 from hf_linattn.ops.block_softmax import cpu as block_softmax
 from hf_linattn.ops.hybrid import cpu_kernels as hard_keys
-from hf_linattn.ops.linear import cpu as causal_sums
+from hf_linattn.ops.linear import cpu_kernels as causal_sums
 from hf_linattn.ops.runtime import cpu as library
 
 CAPABILITIES = list(library.VARIANTS)  # the most able first

@@ -12,7 +12,7 @@ from hf_linattn.feature_maps import FEATURE_MAPS, FeatureMap
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.dispatch import Policy
 from hf_linattn.ops.linear import cpu as linear_cpu
-from hf_linattn.ops.linear.cpu import SEGMENT
+from hf_linattn.ops.linear.cpu_kernels import SEGMENT
 from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
 from hf_linattn.ops.linear.types import CHUNK_SIZE, LinearCall, LinearState
 from hf_linattn.ops.runtime import cpu as library

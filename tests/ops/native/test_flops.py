@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_linattn.ops.slots.cpu_segment_means import segment_means_forward
+from hf_linattn.ops.linear.cpu_kernels import causal_sums
+from hf_linattn.ops.slots.cpu_kernels import segment_means_forward
 from hf_linattn.testing.counters import flops_of
 from tests.ops.native.cases import make_heads, make_mechanism
 
@@ -48,6 +49,16 @@ def test_a_step(name, options):
         mechanism.backend = backend
         counts.append(flops_of(lambda: step(mechanism, heads, state)))
     assert 0.7 < counts[1] / counts[0] < 1.5, counts
+
+
+def test_formulas_get_arguments_by_name():
+    """However many of them the caller leaves to their defaults, or names."""
+    heads = torch.randn(2, 1, 1, 4, 3), torch.randn(2, 1, 4, 3), torch.randn(2, 1, 4, 5)
+    sums, rows = torch.empty(2, 1, 1, 4, 5), torch.empty(2, 2, 1, 1, 4).unbind()
+    state = torch.empty(2, 1, 3, 6), torch.empty(2, 1)
+    given = (*heads, None, None, None, sums, *rows, None, None, *state, True, False)
+    causal, both_ways = (flops_of(lambda x=x: causal_sums(*given, bidirectional=x)) for x in (False, True))
+    assert causal == flops_of(lambda: causal_sums(*given)) > both_ways > 0
 
 
 def test_means_of_segments():

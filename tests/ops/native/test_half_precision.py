@@ -158,7 +158,7 @@ class Widest(TorchDispatchMode):
 def test_no_copy_in_float32_is_made(variant, name):
     mechanism, heads = make_small(name, causal=True), [x.bfloat16() for x in make_heads(1, 3000)]
     with Widest() as widest:
-        mechanism(*heads, return_state=False)
+        mechanism(*heads, keep_state=False)
     assert widest.count < 0.7 * min(x.numel() for x in heads)
 
 

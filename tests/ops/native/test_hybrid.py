@@ -31,7 +31,7 @@ def calls(monkeypatch):
     def count(attend):
         return lambda *heads: (taken.append(1), attend(*heads))[1]
 
-    for name in ("hybrid_attention", "causal_hybrid_attention", "continued_attention"):
+    for name in ("_bidirectional_rows", "_causal_rows", "continued_attention"):
         monkeypatch.setattr(hybrid, name, count(getattr(hybrid, name)))
     for name in ("causal_attention", "bidirectional_attention"):
         monkeypatch.setattr(hybrid_parts, name, count(getattr(hybrid_parts, name)))
@@ -168,7 +168,7 @@ def test_packed_and_padded_rows_of_which_no_state_is_kept(variant, calls, causal
     for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
         mechanism.to(dtype).backend = backend
         operands = [x.to(dtype).requires_grad_() for x in heads]
-        output, state = mechanism(*operands, mask, ids, return_state=False)
+        output, state = mechanism(*operands, mask, ids, keep_state=False)
         trained = {**dict(zip("qkv", operands, strict=True)), **dict(mechanism.named_parameters())}
         gradients = torch.autograd.grad(output.sin().sum(), trained.values())
         results.append({"output": output, **dict(zip(trained, gradients, strict=True))})

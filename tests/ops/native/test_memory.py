@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_linattn.evaluation import memory as evaluation_memory
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.ops.linear.cpu import SEGMENT
+from hf_linattn.ops.linear.cpu_kernels import SEGMENT
 from hf_linattn.ops.runtime import cpu as library
 from tests.ops.native.cases import HEADS, KV_HEADS, kept_for_backward, make_heads, make_mechanism
 

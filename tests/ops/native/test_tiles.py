@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.ops.block_softmax import cpu as block_softmax
-from hf_linattn.ops.linear import cpu as causal_sums
+from hf_linattn.ops.linear import cpu_kernels as causal_sums
 from hf_linattn.ops.runtime import cpu as library
 from tests.ops.native import cases
 from tests.ops.native.cases import HEADS, make_heads, make_mechanism

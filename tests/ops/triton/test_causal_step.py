@@ -14,8 +14,7 @@ from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
-from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.ops.linear.types import NativeMap
+from hf_linattn.ops.linear.types import LinearState, NativeMap
 from tests.ops.triton.cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
@@ -30,7 +29,7 @@ def steps(monkeypatch):
     """Small tiles, and the number of groups and tokens of every step."""
     monkeypatch.setattr(causal_step, "MOST_VALUES", 4)
     found, step = [], linear_triton.step_attention
-    counted = lambda query, *rest: found.append(query.shape[2:4]) or step(query, *rest)  # noqa: E731
+    counted = lambda query, *rest, **how: found.append(query.shape[2:4]) or step(query, *rest, **how)  # noqa: E731
     monkeypatch.setattr(linear_triton, "step_attention", counted)
     return found
 
@@ -99,7 +98,9 @@ def test_values_decays_and_masks_lie_as_they_come(monkeypatch, activation, decay
     if scaled:  # a hidden key has no say in the largest exponent
         key = torch.where(real[:, :, None, None] > 0, key, 200.0)
     log_decay = draw(3).abs().neg()[None, :, None].expand(2, 3, 1) if decayed else None
-    output, after = causal_step.step_attention(query, key, maps, value, log_decay, mask, state)
+    output, after = causal_step.step_attention(
+        query, key, value, maps, key_padding_mask=mask, log_decay=log_decay, state=state
+    )
     asked, own = (exact_features(x, native) for x, native in zip((query, key), maps, strict=True))
     values = torch.cat([value, torch.ones(2, 3, 1, 1)], dim=-1).double()
     passed = torch.zeros(2, 3, 1) if log_decay is None else log_decay.double()

@@ -20,8 +20,7 @@ from hf_linattn.mechanisms.linformer import LinformerMechanism
 from hf_linattn.ops.dispatch import Policy
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear.interface import causal_linear_attention, linear_attention
-from hf_linattn.ops.linear.torch import LinearState
-from hf_linattn.ops.linear.types import Features
+from hf_linattn.ops.linear.types import Features, LinearState
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model

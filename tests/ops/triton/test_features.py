@@ -7,9 +7,8 @@ import torch
 
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.ops.linear import triton_features as features
-from hf_linattn.ops.linear.cpu import NativeMap
 from hf_linattn.ops.linear.triton_features import make_features
-from hf_linattn.ops.linear.types import masked, native_map
+from hf_linattn.ops.linear.types import NativeMap, masked, native_map
 
 BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 2, 2, 37, 20
 

@@ -1,4 +1,4 @@
-"""Weighted means of the segments of sequences, by `segment_means.c`: any layout is read where it lies."""
+"""Weighted means of the segments of sequences, by `segment_mean.c`: any layout is read where it lies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..common.derivatives import first_order
 from ..common.grad_accumulator import Source
-from ..runtime.cpu import Operand, call, dense_rows, operation, require, size_of
+from ..runtime.cpu import Operand, call, dense_rows, flop_formula, operation, require, size_of
 
 OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
 SIZES = ("batches", "heads", "segments", "segment_size", "row_size", "threads")
 
 
 class SegmentMeanArgs(ctypes.Structure):
-    """`struct segment_mean_args` of segment_means.c."""
+    """`struct segment_mean_args` of segment_mean.c."""
 
     _fields_ = (*((name, Operand) for name in OPERANDS), *((name, ctypes.c_int64) for name in SIZES))
 
@@ -72,15 +71,15 @@ def _run(function: str, operands: dict[str, Tensor], size: int) -> None:
     call(function, operands, [("L", size_of(operands["mean"], 2) * size)], describe)
 
 
-@register_flop_formula(torch.ops.hf_linattn.segment_means_forward)
-def _flops(rows: Any, weight: Any, *rest: Any, **__: Any) -> int:
+@flop_formula(segment_means_forward)
+def _flops(rows: Any, **_: Any) -> int:
     batch, heads, length, width = rows
     return 2 * batch * heads * length * width
 
 
-@register_flop_formula(torch.ops.hf_linattn.segment_means_backward)
-def _backward_flops(rows: Any, weight: Any, *rest: Any, **__: Any) -> int:
-    return 2 * _flops(rows, weight)
+@flop_formula(segment_means_backward)
+def _backward_flops(rows: Any, **_: Any) -> int:
+    return 2 * _flops(rows)
 
 
 class _SegmentMeans(torch.autograd.Function):
