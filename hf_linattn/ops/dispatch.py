@@ -108,26 +108,35 @@ class Operation:
         Raises:
             OptionError: there is no such policy, or none of its backends can.
         """
-        passed_over: dict[str, str] = {}
-        watched = is_watched()
-        if watched and call.policy.name == "triton":
+        if is_watched() and call.policy.name == "triton":
             tell_watched()
-        for name in self.order(call):
-            reason = WATCHED if watched and name != "torch" else absent(name, call)
-            if reason is None:
-                backend = self.backend(name)
-                reason = backend.unsupported(call)
-            if reason is None:
-                record = None if torch.compiler.is_compiling() else _RECORD.get()
-                if record is not None:
-                    record.append(Decision(self.name, name, passed_over))
-                return backend.run(call)
-            passed_over[name] = reason
+        name, passed_over = self._choose(call)
+        if name is not None:
+            record = None if torch.compiler.is_compiling() else _RECORD.get()
+            if record is not None:
+                record.append(Decision(self.name, name, passed_over))
+            return self.backend(name).run(call)
         tried = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items()) or "it has none of these"
         raise OptionError(
             f"operation {self.name!r} has no backend for a call with {describe(call)} under the policy"
             f" {call.policy.name!r} ({tried}); call set_backend(model, 'auto')"
         )
+
+    def has_kernels(self, call: Any) -> bool:
+        """Whether a backend other than PyTorch's operations, which compute every call, is chosen for this one."""
+        return self._choose(call)[0] not in ("torch", None)
+
+    def _choose(self, call: Any) -> tuple[str | None, dict[str, str]]:
+        """Return the first backend that can, None if none can, and why those before it cannot."""
+        passed_over: dict[str, str] = {}
+        watched = is_watched()
+        for name in self.order(call):
+            reason = WATCHED if watched and name != "torch" else absent(name, call)
+            reason = self.backend(name).unsupported(call) if reason is None else reason
+            if reason is None:
+                return name, passed_over
+            passed_over[name] = reason
+        return None, passed_over
 
     def order(self, call: Any) -> list[str]:
         """Return the backends that the policy of the call names and this operation has."""

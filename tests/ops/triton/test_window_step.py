@@ -185,7 +185,7 @@ if sys.argv[1] == "once":
 for kind, size, window, sinks in WAYS:
     heads = [torch.empty(1, h, 300, size, dtype=kind) for h in (4, 2, 2)]
     ends, sink = (torch.full((1,), 300), torch.empty(4)) if sinks else (None, None)
-    state = triton_decode.keep_last(*heads[1:], sinks, sinks + window - 1, ends)
+    state = triton_decode.keep_last(*heads[1:], sinks, sinks + window - 1, ends, ends)
     triton_decode.step_attention(*(x[:, :, :1] for x in heads), state, sinks, 0.1, sink, ends)
 print(json.dumps(memory))
 """
