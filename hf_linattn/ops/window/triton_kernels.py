@@ -234,7 +234,7 @@ def reverse_window_queries(
     """
     number, tile_number, first, at = find_tile(length, ROWS)
     batch, own, here = number // heads, number % heads, at < length
-    _, end = find_row(ends, ends, batch, length, False, ENDS)
+    _begins, end = find_row(ends, ends, batch, length, False, ENDS)
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     rows = load_tile(query + batch * query_batch + own * query_head, query_token, at, here, keys, KEY_SIZE)
     offset, row = batch * out_batch + own * out_head, number * length + at
@@ -291,7 +291,7 @@ def reverse_window_keys(
     number, _, first, place = find_tile(length, COLUMNS)
     kv_heads = heads // groups
     batch, head, there = number // kv_heads, number % kv_heads, place < length
-    _, end = find_row(ends, ends, batch, length, False, ENDS)
+    _begins, end = find_row(ends, ends, batch, length, False, ENDS)
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     tile = load_tile(key + batch * key_batch + head * key_head, key_token, place, there, keys, KEY_SIZE)
     met = load_tile(value + batch * value_batch + head * value_head, value_token, place, there, values, VALUE_SIZE)
