@@ -106,8 +106,9 @@ def _gather(
     column = columns[order] if len(columns) else torch.zeros_like(order)
     begins = torch.where(lengths > 0, column[:, 0], 0)
     together = bool(((column == begins[:, None] + steps) | ~inside).all())
-    found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots)
-    return Sequences(*(x.contiguous().to(device) for x in found), begins.to(device) if together else None)
+    found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots, begins)
+    *there, begins = (x.contiguous().to(device) for x in found)
+    return Sequences(*there, starts=begins if together else None)
 
 
 class Packed(NamedTuple):

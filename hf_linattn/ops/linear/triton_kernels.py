@@ -257,7 +257,10 @@ def write_rows(
     EXACT: tl.constexpr, ADDS: tl.constexpr, GOES_ON: tl.constexpr, LOGS: tl.constexpr, TOPS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the queries in rows, and what they are divided by; see `read_states`."""
+    """Sums of the queries in rows, and what they are divided by; see `read_states`.
+
+    log: that, times exp(row_top) where TOPS, is written as its log where LOGS.
+    """
     token = length - 1 - row if REVERSE else row
     inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
     place = token.to(tl.int64)[:, None] * sums_token + columns[None, :]
@@ -303,10 +306,7 @@ def read_states(
     ZEROED: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
     LOGS: tl.constexpr, TOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums [segment, VALUES] of queries of one head, and the state after the last where ENDS; see above.
-
-    log: what the weights of each query add up to, times exp(row_top) where TOPS, is written as its log where LOGS.
-    """
+    """Sums [segment, VALUES] of queries of one head, and the state after the last where ENDS; see above."""
     sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     number, numbers = sequence // shared_by, sequence // shared_by * num_chunks * ROWS

@@ -145,10 +145,11 @@ def attend_prompt(
     heads = [dense_rows(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     output = empty_output(heads[0], value)
     log = query.new_empty(heads[0].shape[:4] if far is None else (1,), dtype=accum_dtype(query))
-    before, rest = (None, None, 0), {}
+    before: Any = (None, None, 0)
+    rest: dict[str, Any] = {}
     if far is not None:
-        before, rest = (dense_rows(far.output), far.log, far.first), {"mix": far.mix, "rate": far.rate}
-        rest["far_gate"] = far.gate
+        before = dense_rows(far.output), far.log, far.first
+        rest = {"mix": far.mix, "rate": far.rate, "far_gate": far.gate}
     window_softmax_triton(
         *heads, output, None, log, *before, window.ends, window.size, window.sinks, scaling, window.causal,
         starts=starts, sink=sink, **rest,

@@ -69,17 +69,51 @@ def powers(log):
 
 
 @triton.jit
+def see_keys(
+    rows, at, first, key, key_token, value, value_token, end, window, sinks, scaling, keys, values, top, weight,
+    result, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Go on with sinks and the window of queries at some places, from `first` on, as `take_in` does."""
+    if SINKS > 0:
+        for start in tl.range(0, sinks, SINKS, num_stages=1):
+            place = start + tl.arange(0, SINKS)
+            there = (place < sinks) & (place < end)
+            tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
+            met = load_tile(value, value_token, place, there, values, VALUE_SIZE)
+            seen = is_sink(at[:, None], place[None, :], sinks, end, CAUSAL)
+            scores = score_seen(rows, tile, seen, scaling, PRECISION)
+            top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
+    low, high = first_key(first, window, sinks, COLUMNS), behind_keys(first, window, end, ROWS, CAUSAL)
+    for start in range(low, high, COLUMNS):
+        place = start + tl.arange(0, COLUMNS)
+        tile = load_tile(key, key_token, place, place < end, keys, KEY_SIZE)
+        met = load_tile(value, value_token, place, place < end, values, VALUE_SIZE)
+        seen = in_window(at[:, None], place[None, :], window, sinks, end, CAUSAL)
+        scores = score_seen(rows, tile, seen, scaling, PRECISION)
+        top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
+    return top, weight, result
+
+
+@triton.jit
 def opening(far_gate):
     """How far a gate is open, from its number as it is stored: `ops.hybrid.types.gate_logit`."""
     return tl.sigmoid(tl.minimum(tl.maximum(far_gate.to(tl.float32), SHUT), OPEN) * GAIN)
 
 
 @triton.jit
-def add_far(result, top, weight, given, begin, gate):
-    """The averages [R, C] of near keys, whose weights come to weight 2^top, with far ones of the weight 2^begin.
+def add_far(
+    result, top, weight, given, begin, some, mix, rate, far_gate, window, DECAYED: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """The averages [R, C] of near keys, whose weights come to weight 2^top, with those of a `Far` where it has some.
 
-    gate: what their share is multiplied by. A number that is none shows in `result`.
+    given: its averages. begin: its logs. mix, rate, far_gate: where those of the head are.
     """
+    gate = opening(tl.load(far_gate)) if GATED else 1.0
+    begin += tl.load(mix).to(tl.float32)
+    if DECAYED:
+        begin -= tl.load(rate).to(tl.float32) * window
+    begin = tl.where(some, begin * LOG2_E, LOWEST)
     near = tl.where(weight > 0, top + tl.log2(tl.where(weight > 0, weight, 1.0)), LOWEST)
     share = gate / (1.0 + tl.exp2(tl.minimum(near - begin, 126.0)))
     return result * (1.0 - share)[:, None] + given.to(tl.float32) * share[:, None]
@@ -125,38 +159,18 @@ def attend_window(
             top, weight = tl.where(some, begin * LOG2_E, LOWEST / 2), tl.where(some, 1.0, 0.0)
     begin_top = top
     if BESIDE:
-        beside = tl.load(sink + own).to(tl.float32) * LOG2_E
-        top, weight = tl.maximum(top, beside), tl.where(beside > LOWEST / 2, weight + 1.0, weight)
-    result = tl.zeros([ROWS, VALUES], tl.float32)
-    if SINKS > 0:
-        for start in tl.range(0, sinks, SINKS, num_stages=1):
-            place = start + tl.arange(0, SINKS)
-            there = (place < sinks) & (place < end)
-            tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
-            met = load_tile(value, value_token, place, there, values, VALUE_SIZE)
-            seen = is_sink(at[:, None], place[None, :], sinks, end, CAUSAL)
-            scores = score_seen(rows, tile, seen, scaling, PRECISION)
-            top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
-    low, high = first_key(first, window, sinks, COLUMNS), behind_keys(first, window, end, ROWS, CAUSAL)
-    for start in range(low, high, COLUMNS):
-        place = start + tl.arange(0, COLUMNS)
-        tile = load_tile(key, key_token, place, place < end, keys, KEY_SIZE)
-        met = load_tile(value, value_token, place, place < end, values, VALUE_SIZE)
-        seen = in_window(at[:, None], place[None, :], window, sinks, end, CAUSAL)
-        scores = score_seen(rows, tile, seen, scaling, PRECISION)
-        top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
+        top, weight = tl.maximum(top, tl.load(sink + own).to(tl.float32) * LOG2_E), weight + 1.0
+    top, weight, result = see_keys(
+        rows, at, first, key, key_token, value, value_token, end, window, sinks, scaling, keys, values, top, weight,
+        tl.zeros([ROWS, VALUES], tl.float32), KEY_SIZE, VALUE_SIZE, ROWS, COLUMNS, SINKS, CAUSAL, PRECISION,
+    )  # fmt: skip
     if BEGINS and not FAR:
         result += tl.where(some, tl.exp2(begin_top - top), 0.0)[:, None] * given.to(tl.float32)
-    found = weight != 0  # one that is no number is found, and shown
+    found = shown_at & (weight != 0)  # one that is no number is found, and shown
     result = tl.where(found[:, None], result / tl.where(found, weight, 1.0)[:, None], 0.0)
     if FAR:
-        gate = opening(tl.load(far_gate + own)) if GATED else 1.0
-        far = begin + tl.load(mix + own).to(tl.float32)
-        if DECAYED:
-            far -= tl.load(rate + own // groups).to(tl.float32) * window
-        result = add_far(result, top, weight, given, tl.where(some, far * LOG2_E, LOWEST), gate)
-    if STARTS:
-        result = tl.where(shown_at[:, None], result, 0.0)
+        result = add_far(result, top, weight, given, begin, some, mix + own, rate + own // groups, far_gate + own,
+                         window, DECAYED, GATED)  # fmt: skip
     offset = batch * out_batch + own * out_head + token.to(tl.int64)[:, None] * out_token + values[None, :]
     shown = here[:, None] & (values < VALUE_SIZE)[None, :]
     rounded = result.to(out.dtype.element_ty)
