@@ -17,7 +17,7 @@ from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.precision import accum_dtype
-from ..ops.hybrid.interface import HYBRID, hybrid_attention_in_place
+from ..ops.hybrid.interface import HYBRID
 from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
 from ..registry import MECHANISMS
 from .base import Mechanism
@@ -260,11 +260,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             config.recall_error == "relative",
         )
 
-    def causal_in_place(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
-    ) -> tuple[Tensor, HybridState] | None:
+    def causal_in_place(self, query, key, value, lengths, starts, call=PLAIN):
+        if self.in_blocks:
+            return None
         weights = self.pair_weights(key, call)
-        return hybrid_attention_in_place(query, key, value, weights, lengths, starts, self.policy)
+        return HYBRID.run_kernels(HybridCall(query, key, value, weights, lengths, policy=self.policy, starts=starts))
 
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,

@@ -110,27 +110,32 @@ class Operation:
         """
         if is_watched() and call.policy.name == "triton":
             tell_watched()
-        name, passed_over = self._choose(call)
+        name, passed_over = self._choose(call, self.order(call))
         if name is not None:
-            record = None if torch.compiler.is_compiling() else _RECORD.get()
-            if record is not None:
-                record.append(Decision(self.name, name, passed_over))
-            return self.backend(name).run(call)
+            return self._run(name, call, passed_over)
         tried = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items()) or "it has none of these"
         raise OptionError(
             f"operation {self.name!r} has no backend for a call with {describe(call)} under the policy"
             f" {call.policy.name!r} ({tried}); call set_backend(model, 'auto')"
         )
 
-    def has_kernels(self, call: Any) -> bool:
-        """Whether a backend other than PyTorch's operations, which compute every call, is chosen for this one."""
-        return self._choose(call)[0] not in ("torch", None)
+    def run_kernels(self, call: Any) -> Any:
+        """Compute the call by another backend than PyTorch's operations; return None where none of these can."""
+        name, passed_over = self._choose(call, [x for x in self.order(call) if x != "torch"])
+        return None if name is None else self._run(name, call, passed_over)
 
-    def _choose(self, call: Any) -> tuple[str | None, dict[str, str]]:
-        """Return the first backend that can, None if none can, and why those before it cannot."""
+    def _run(self, name: str, call: Any, passed_over: dict[str, str]) -> Any:
+        """Compute the call by a backend, and record that."""
+        record = None if torch.compiler.is_compiling() else _RECORD.get()
+        if record is not None:
+            record.append(Decision(self.name, name, passed_over))
+        return self.backend(name).run(call)
+
+    def _choose(self, call: Any, names: list[str]) -> tuple[str | None, dict[str, str]]:
+        """Return the first backend of these that can, None if none can, and why those before it cannot."""
         passed_over: dict[str, str] = {}
         watched = is_watched()
-        for name in self.order(call):
+        for name in names:
             reason = WATCHED if watched and name != "torch" else absent(name, call)
             reason = self.backend(name).unsupported(call) if reason is None else reason
             if reason is None:

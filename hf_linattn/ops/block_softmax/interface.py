@@ -63,8 +63,10 @@ def attention_in_place(
     None where no kernels read such rows. Arguments as above.
     """
     where = None, sink, None, learned, policy, True, lengths, starts
-    call = BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where)
-    return BLOCK_SOFTMAX.run(call) if BLOCK_SOFTMAX.has_kernels(call) else None
+    found: tuple[Tensor, KeptKeys] | None = BLOCK_SOFTMAX.run_kernels(
+        BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where)
+    )
+    return found
 
 
 def continued_attention(

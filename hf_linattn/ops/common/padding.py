@@ -107,8 +107,8 @@ def _gather(
     begins = torch.where(lengths > 0, column[:, 0], 0)
     together = bool(((column == begins[:, None] + steps) | ~inside).all())
     found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots, begins)
-    *there, begins = (x.contiguous().to(device) for x in found)
-    return Sequences(*there, starts=begins if together else None)
+    index, lengths, rows, last, places, slots, begins = (x.contiguous().to(device) for x in found)
+    return Sequences(index, lengths, rows, last, places, slots, begins if together else None)
 
 
 class Packed(NamedTuple):

@@ -24,9 +24,7 @@ from . import cpu
 from . import torch as pytorch
 from .types import HybridCall, HybridState, HybridWeights
 
-__all__ = [
-    "HybridState", "HybridWeights", "causal_hybrid_attention", "hybrid_attention", "hybrid_attention_in_place",
-]  # fmt: skip
+__all__ = ["HybridState", "HybridWeights", "causal_hybrid_attention", "hybrid_attention"]
 
 HYBRID = Operation("hybrid", compile=compiled, triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
 
@@ -53,23 +51,6 @@ def causal_hybrid_attention(
         output [B, H, N, Dv]; the state. Time O(N (F + chunk_size + window_size) Dv).
     """
     return HYBRID.run(HybridCall(query, key, value, weights, lengths, state, True, chunk_size, policy))
-
-
-def hybrid_attention_in_place(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: HybridWeights,
-    lengths: Tensor,
-    starts: Tensor,
-    policy: Policy = PYTORCH,
-) -> tuple[Tensor, HybridState] | None:
-    """Return causal output and state of rows of `lengths` [B] tokens that begin at places `starts` [B]; pads get zero.
-
-    None where no kernels read such rows. Other arguments as in `causal_hybrid_attention`.
-    """
-    call = HybridCall(query, key, value, weights, lengths, policy=policy, starts=starts)
-    return HYBRID.run(call) if not weights.blocks and HYBRID.has_kernels(call) else None
 
 
 def hybrid_attention(

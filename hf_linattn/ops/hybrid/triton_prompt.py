@@ -37,8 +37,9 @@ def attend(call: HybridCall) -> tuple[Tensor, HybridState]:
     ends = None if call.starts is None else lengths  # no query sees what stands behind it
     window = Window(weights.window_size, weights.num_sinks, True, ends)
     output = attend_prompt(query, key, value, window, weights.scaling, starts=call.starts, sink=weights.sink, far=far)
-    *kept, length = remember(key, value, weights.reach, weights.num_sinks, call.starts, lengths)
-    return output, HybridState(*kept, *sums, length)
+    kept = remember(key, value, weights.reach, weights.num_sinks, call.starts, lengths)
+    ring_key, ring_value, sink_key, sink_value, length = kept
+    return output, HybridState(ring_key, ring_value, sink_key, sink_value, sums.kv, sums.log_max, length)
 
 
 def _far(call: HybridCall) -> tuple[Far | None, LinearState]:

@@ -127,7 +127,7 @@ class HybridCall(NamedTuple):
     """One call of hybrid attention, as `interface.causal_hybrid_attention` describes it.
 
     causal: whether a query sees no later key; the state after it is then always returned. starts: [B], the places
-    where rows of `lengths` tokens begin, which only kernels of a prompt read; None is place 0.
+    where rows of `lengths` tokens begin, which only kernels of a prompt read, and not in `blocks`; None is place 0.
     """
 
     query: Tensor
