@@ -130,6 +130,8 @@ def test_the_first_in_the_order_that_can_runs(alone):
     with recording() as decisions:
         ran = [able.run(make_call(policy)) for policy in ("auto", "torch", "compile", "triton")]
     assert ran == ["cpu", "torch", "cpu", "torch"]
+    found = [able.run_kernels(make_call(policy)) for policy in ("auto", "torch", "compile", "triton")]
+    assert found == ["cpu", None, "cpu", None]
     assert decisions == [
         Decision("sum", "cpu", {}), Decision("sum", "torch", {}), Decision("sum", "cpu", {"compile": "small"}),
         Decision("sum", "torch", {}),

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from ..ops import reference
-from ..ops.block_softmax.interface import KeptKeys, block_sparse_attention, continued_attention
+from ..ops.block_softmax.interface import (
+    KeptKeys,
+    attention_in_place,
+    block_sparse_attention,
+    continued_attention,
+)
 from ..ops.common.precision import accum_dtype
 from .inputs import PLAIN, CallOptions
 from .sequence import SequenceMechanism
@@ -101,14 +106,23 @@ class BlockSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         """Whether parameters of the pattern are in training."""
         return self.training and any(name != "sink_logit" for name, _ in self.named_parameters())
 
+    def _how(self, query: Tensor, call: CallOptions) -> dict[str, Any]:
+        """What causal attention is computed with."""
+        return {
+            "scaling": self.layer.scaling, "sink": self.log_sink(query, call.sink, accum_dtype(query)),
+            "learned": self.learned, "policy": self.policy,
+        }  # fmt: skip
+
+    def causal_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
+    ) -> tuple[Tensor, KeptKeys] | None:
+        return attention_in_place(query, key, value, self, lengths, starts, **self._how(query, call))
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: KeptKeys | None,
         call: CallOptions = PLAIN,
     ) -> tuple[Tensor, KeptKeys | None]:
-        how: Any = {
-            "scaling": self.layer.scaling, "sink": self.log_sink(query, call.sink, accum_dtype(query)),
-            "learned": self.learned, "policy": self.policy,
-        }  # fmt: skip
+        how = self._how(query, call)
         if state is not None or call.keep_state:
             return continued_attention(query, key, value, self, state, lengths=lengths, **how)
         return block_sparse_attention(query, key, value, self, causal=True, **how), None

@@ -20,7 +20,7 @@ from .inputs import AttentionLayer, CallOptions
 # methods of a mechanism that get the `CallOptions` if they name an argument `call`
 HOOKS = (
     "causal_attention", "bidirectional_attention", "cross_state", "cross_attention", "weights", "weights_given",
-    "causal_sequences", "bidirectional_sequences", "cross_sequences", "prepare",
+    "causal_sequences", "causal_in_place", "bidirectional_sequences", "cross_sequences", "prepare",
 )  # fmt: skip
 
 

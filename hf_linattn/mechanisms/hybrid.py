@@ -260,6 +260,12 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             config.recall_error == "relative",
         )
 
+    def causal_in_place(self, query, key, value, lengths, starts, call=PLAIN):
+        if self.in_blocks:
+            return None
+        weights = self.pair_weights(key, call)
+        return HYBRID.run_kernels(HybridCall(query, key, value, weights, lengths, policy=self.policy, starts=starts))
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: HybridState | None,
         call: CallOptions = PLAIN,

@@ -29,8 +29,8 @@ SHORTEST, LONGEST = 0.5, 16.0  # tokens over which the weights of the fastest an
 
 # what makes outputs: who reads a mechanism's maps, rates or entries and no more, as `hybrid` does, calls none of these
 OUTPUTS = (
-    "forward", "causal_attention", "bidirectional_attention", "causal_sequences", "bidirectional_sequences",
-    "log_decay", "weights", "weights_given", "kernel_weights",
+    "forward", "causal_attention", "bidirectional_attention", "causal_sequences", "causal_in_place",
+    "bidirectional_sequences", "log_decay", "weights", "weights_given", "kernel_weights",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..ops.common.padding import find_sequences, from_the_left
 from ..ops.common.tracing import once
 from .base import Mechanism
-from .inputs import PLAIN
+from .inputs import PLAIN, CallOptions
 
 
 class SequenceMechanism(Mechanism):
@@ -36,6 +36,15 @@ class SequenceMechanism(Mechanism):
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the output when every query sees every key of its row up to `lengths`."""
         raise NotImplementedError
+
+    def causal_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
+    ) -> tuple[Tensor, Any] | None:
+        """Return output and state for rows whose tokens stand from `starts` [B] on, side by side; None: it cannot.
+
+        Such rows are then brought to position 0 first. What comes out for pads is zero.
+        """
+        return None
 
     def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
         if key_padding_mask is None and sequence_ids is None:
@@ -65,10 +74,14 @@ class SequenceMechanism(Mechanism):
             key_padding_mask = None
             if self.layer.causal:
                 return self.run_hook(call, "causal_sequences", query, key, value, None, state)
-        output = value.new_zeros(*query.shape[:3], value.shape[3])
-        states: list[tuple[Tensor, Any]] = []
         hidden = call.hidden_states
         groups = once(find_sequences, batch, length, key_padding_mask, sequence_ids, query.device)
+        lengths, starts = groups[0].lengths, groups[0].starts
+        if self.layer.causal and state is None and len(groups) == 1 and starts is not None:
+            if (found := self.run_hook(call, "causal_in_place", query, key, value, lengths, starts)) is not None:
+                return found
+        output = value.new_zeros(*query.shape[:3], value.shape[3])
+        states: list[tuple[Tensor, Any]] = []
         for number, group in enumerate(groups):
             heads = [group.take(x) for x in (query, key, value)]
             own = call if hidden is None else call._replace(hidden_states=group.take(hidden[:, None])[:, 0])

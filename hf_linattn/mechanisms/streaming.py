@@ -81,6 +81,13 @@ class StreamingMechanism(WindowMechanism):
     def global_queries(self) -> bool:
         return False
 
+    def causal_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
+    ) -> tuple[Tensor, Any] | None:
+        if self.streaming:  # keys are turned by their positions
+            return None
+        return super().causal_in_place(query, key, value, lengths, starts, call)
+
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: Any,
         call: CallOptions = PLAIN,

@@ -108,26 +108,40 @@ class Operation:
         Raises:
             OptionError: there is no such policy, or none of its backends can.
         """
-        passed_over: dict[str, str] = {}
-        watched = is_watched()
-        if watched and call.policy.name == "triton":
+        if is_watched() and call.policy.name == "triton":
             tell_watched()
-        for name in self.order(call):
-            reason = WATCHED if watched and name != "torch" else absent(name, call)
-            if reason is None:
-                backend = self.backend(name)
-                reason = backend.unsupported(call)
-            if reason is None:
-                record = None if torch.compiler.is_compiling() else _RECORD.get()
-                if record is not None:
-                    record.append(Decision(self.name, name, passed_over))
-                return backend.run(call)
-            passed_over[name] = reason
+        name, passed_over = self._choose(call, self.order(call))
+        if name is not None:
+            return self._run(name, call, passed_over)
         tried = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items()) or "it has none of these"
         raise OptionError(
             f"operation {self.name!r} has no backend for a call with {describe(call)} under the policy"
             f" {call.policy.name!r} ({tried}); call set_backend(model, 'auto')"
         )
+
+    def run_kernels(self, call: Any) -> Any:
+        """Compute the call by another backend than PyTorch's operations; return None where none of these can."""
+        name, passed_over = self._choose(call, [x for x in self.order(call) if x != "torch"])
+        return None if name is None else self._run(name, call, passed_over)
+
+    def _run(self, name: str, call: Any, passed_over: dict[str, str]) -> Any:
+        """Compute the call by a backend, and record that."""
+        record = None if torch.compiler.is_compiling() else _RECORD.get()
+        if record is not None:
+            record.append(Decision(self.name, name, passed_over))
+        return self.backend(name).run(call)
+
+    def _choose(self, call: Any, names: list[str]) -> tuple[str | None, dict[str, str]]:
+        """Return the first backend of these that can, None if none can, and why those before it cannot."""
+        passed_over: dict[str, str] = {}
+        watched = is_watched()
+        for name in names:
+            reason = WATCHED if watched and name != "torch" else absent(name, call)
+            reason = self.backend(name).unsupported(call) if reason is None else reason
+            if reason is None:
+                return name, passed_over
+            passed_over[name] = reason
+        return None, passed_over
 
     def order(self, call: Any) -> list[str]:
         """Return the backends that the policy of the call names and this operation has."""

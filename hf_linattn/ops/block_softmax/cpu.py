@@ -134,6 +134,8 @@ def block_softmax_backward(
 
 def unsupported(call: BlockSoftmaxCall) -> str | None:
     """Return why the C cannot compute a call."""
+    if call.starts is not None:
+        return "rows that begin further on"
     if call.learned:
         return "a pattern with parameters, in training"
     return trained_weights(call) or refusal(*call[:3], kinds=KINDS) or in_place.stuck(call)

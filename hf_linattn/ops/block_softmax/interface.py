@@ -11,7 +11,10 @@ from .decode import keep_keys
 from .ring import in_ring
 from .types import BlockSoftmaxCall, KeptKeys, Pattern
 
-__all__ = ["KeptKeys", "Pattern", "block_sparse_attention", "continued_attention", "in_ring", "keep_keys"]
+__all__ = [
+    "KeptKeys", "Pattern", "attention_in_place", "block_sparse_attention", "continued_attention", "in_ring",
+    "keep_keys",
+]  # fmt: skip
 
 BLOCK_SOFTMAX = Operation("block_softmax", triton=f"{__package__}.triton", cpu=cpu, torch=pytorch)
 
@@ -40,6 +43,30 @@ def block_sparse_attention(
     """
     where = lengths, sink, None, learned, policy
     return BLOCK_SOFTMAX.run(BlockSoftmaxCall(query, key, value, pattern, scaling, causal, *where))[0]
+
+
+def attention_in_place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    lengths: Tensor,
+    starts: Tensor,
+    *,
+    scaling: float,
+    sink: Tensor | None = None,
+    learned: bool = False,
+    policy: Policy = PYTORCH,
+) -> tuple[Tensor, KeptKeys] | None:
+    """Return causal output and state of rows of `lengths` [B] tokens that begin at places `starts` [B]; pads get zero.
+
+    None where no kernels read such rows. Arguments as above.
+    """
+    where = None, sink, None, learned, policy, True, lengths, starts
+    found: tuple[Tensor, KeptKeys] | None = BLOCK_SOFTMAX.run_kernels(
+        BlockSoftmaxCall(query, key, value, pattern, scaling, True, *where)
+    )
+    return found
 
 
 def continued_attention(

@@ -13,7 +13,8 @@ from ..common.precision import wide
 from ..runtime.cpu import flop_formula, operation
 from ..runtime.triton import launch, no_kernels, padded, precision, require_kernels
 from ..runtime.triton_row_products import row_products
-from ..window.triton import TRITON_WINDOW
+from ..window.autograd import Window
+from ..window.triton import TRITON_WINDOW, attend_prompt
 from ..window.triton_decode import keep_last, step_attention
 from . import in_place
 from .autograd import BlockSoftmax, count_flops, count_reverse_flops
@@ -185,10 +186,18 @@ def is_window_step(call: BlockSoftmaxCall) -> bool:
     return inference and plain and call.query.shape[2] == 1
 
 
+def is_window_prompt(call: BlockSoftmaxCall) -> bool:
+    """Whether a call has rows of a window without a state before them, and no gradients."""
+    begins = call.state is None and call.causal and call.in_window and call.policy.inference
+    return begins and TRITON_WINDOW.suits(*call[:3])
+
+
 def unsupported(call: BlockSoftmaxCall) -> str | None:
     """Return why there are no kernels for a call."""
     if reason := trained_weights(call) or no_blocks(*call[:3]):
         return reason
+    if call.starts is not None and not is_window_prompt(call):
+        return "rows that begin further on"
     return None if is_window_step(call) else in_place.stuck(call)
 
 
@@ -198,9 +207,16 @@ def run(call: BlockSoftmaxCall) -> tuple[Tensor, KeptKeys | None]:
     if is_window_step(call):
         output, after = step_attention(*call[:3], call.state, first, call.scaling, call.sink, call.lengths)
         return output, KeptKeys(*after)
-    output, state = in_place.attend(TRITON_BLOCKS, call)
+    if is_window_prompt(call):
+        ends = None if call.starts is None else call.ends  # no query sees what stands behind it
+        output = attend_prompt(
+            *call[:3], Window(window, first, True, ends), call.scaling, starts=call.starts, sink=call.sink
+        )
+        state = None
+    else:
+        output, state = in_place.attend(TRITON_BLOCKS, call)
     if call.keep and call.in_window and call.policy.inference:
-        state = KeptKeys(*keep_last(call.key, call.value, first, first + window - 1, call.ends))
+        state = KeptKeys(*keep_last(*call[1:3], first, first + window - 1, call.ends, call.starts))
     return output, state
 
 

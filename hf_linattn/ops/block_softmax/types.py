@@ -96,6 +96,7 @@ class BlockSoftmaxCall(NamedTuple):
 
     state: what a causal call goes on after. learned: whether the pattern has parameters that are in training. keep:
     whether a causal call from position 0 may return what is kept of its rows, of `ends` [B] real tokens, or all.
+    starts: [B], the places where rows of `ends` tokens begin, which only kernels of a prompt read; None is place 0.
     """
 
     query: Tensor
@@ -111,6 +112,7 @@ class BlockSoftmaxCall(NamedTuple):
     policy: Policy = PYTORCH
     keep: bool = False
     ends: Tensor | None = None
+    starts: Tensor | None = None
 
     @property
     def in_window(self) -> bool:

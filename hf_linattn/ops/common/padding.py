@@ -27,6 +27,7 @@ class Sequences:
         rows: [S], the row each sequence comes from.
         last: numbers of those that are the last of their rows, which the decoding state belongs to.
         places: where the real tokens stand in the batch, one after another. slots: where in the S L tokens here.
+        starts: [S], where in its row each begins, if all have their tokens side by side; else None.
     """
 
     index: Tensor
@@ -35,6 +36,7 @@ class Sequences:
     last: Tensor
     places: Tensor
     slots: Tensor
+    starts: Tensor | None
 
     @property
     def present(self) -> Tensor:
@@ -83,17 +85,17 @@ def find_sequences(
     first[:, 2] = 1
     first[owner[heads]] = torch.stack([starts[heads], sizes[heads], tails[heads].long()], -1)
     numbers = torch.arange(batch, device="cpu")
-    groups = [_gather(places, first[:, 0], first[:, 1], numbers, first[:, 2], device)]
+    groups = [_gather(columns, places, first[:, 0], first[:, 1], numbers, first[:, 2], device)]
     later = ~heads
     scale = torch.log2(sizes.float()).floor().long()
     for exponent in scale[later].unique().tolist():
         chosen = later & (scale == exponent)
-        groups.append(_gather(places, starts[chosen], sizes[chosen], owner[chosen], tails[chosen], device))
+        groups.append(_gather(columns, places, starts[chosen], sizes[chosen], owner[chosen], tails[chosen], device))
     return groups
 
 
 def _gather(
-    places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor, device: torch.device
+    columns: Tensor, places: Tensor, starts: Tensor, lengths: Tensor, rows: Tensor, last: Tensor, device: torch.device
 ) -> Sequences:
     """Write down where the tokens of the chosen sequences stand, given on a CPU."""
     steps = torch.arange(max(int(lengths.max()), 1), device="cpu")
@@ -101,8 +103,12 @@ def _gather(
     order = torch.where(inside, starts[:, None] + steps, 0)
     index = places[order] if len(places) else torch.zeros_like(order)
     index, slots = torch.where(inside, index, 0), inside.flatten().nonzero()[:, 0]
-    found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots)
-    return Sequences(*(x.to(device) for x in found))
+    column = columns[order] if len(columns) else torch.zeros_like(order)
+    begins = torch.where(lengths > 0, column[:, 0], 0)
+    together = bool(((column == begins[:, None] + steps) | ~inside).all())
+    found = (index, lengths, rows, last.nonzero()[:, 0], index.flatten()[slots], slots, begins)
+    index, lengths, rows, last, places, slots, begins = (x.contiguous().to(device) for x in found)
+    return Sequences(index, lengths, rows, last, places, slots, begins if together else None)
 
 
 class Packed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hybrid attention by Triton: the window on top of what is far, as `fused` has it, and one token as in decoding."""
+"""Hybrid attention by Triton: a prompt, one token as in decoding, and what has gradients, as `fused` has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..linear.triton import SUMS, own_maps
 from ..linear.triton_features import no_step
 from ..linear.types import native_maps
 from ..runtime.triton import no_kernels
-from . import fused
+from . import fused, triton_prompt
 from .fused import Parts
 from .triton_decode import step_attention
 from .types import HybridCall, HybridState, in_blocks, window_alone
@@ -21,10 +21,9 @@ def unsupported(call: HybridCall) -> str | None:
     """Return why there are no kernels for a call."""
     if reason := in_blocks(call):
         return reason
-    if call.causal and call.lengths is not None and (call.state is None or call.key.shape[2] > 1):
-        return "padded rows"
     if call.state is None:
-        return window_alone(call) or no_blocks(call.query, call.key, call.value)
+        reason = no_blocks(*call[:3])
+        return reason if reason or triton_prompt.suits(call) else _not_in_parts(call)
     if call.key.shape[2] > 1:
         return "several tokens after a state"
     if not call.policy.inference:
@@ -34,10 +33,15 @@ def unsupported(call: HybridCall) -> str | None:
     return no_step(call.weights.query_map, call.weights.key_map)
 
 
+def _not_in_parts(call: HybridCall) -> str | None:
+    """Return why a prompt cannot be made of `PARTS`."""
+    return "padded rows" if call.causal and call.lengths is not None else window_alone(call)
+
+
 def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     if call.state is None:
-        return fused.attend(PARTS, call)
+        return triton_prompt.attend(call) if triton_prompt.suits(call) else fused.attend(PARTS, call)
     maps = native_maps(call.weights.query_map, call.weights.key_map)
     output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state, call.lengths)
     return output, HybridState(*after)

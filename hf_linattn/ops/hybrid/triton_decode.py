@@ -1,4 +1,4 @@
-"""One token of hybrid attention by Triton, as in decoding: one launch for everything, its features, too."""
+"""Decoding with hybrid attention by Triton: what is kept of a prompt, and one token; a launch for each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..linear.triton_features import OneRow
 from ..linear.types import LEAST_WEIGHT, NativeMap
 from ..runtime.cpu import dense_rows, operation
 from ..runtime.triton import is_large, launch, padded, require_kernels
-from .triton_kernels import step_hybrid
+from .triton_kernels import keep_prompt, step_hybrid
 
 NUMBERS, MOST_VALUES = 4096, 32  # of far sums in a program, and columns of values
 NEAR_NUMBERS = 8192  # in a tile of near keys
+COPIED = 4096  # numbers in a tile that is copied
 OPTIONS = {False: {"num_warps": 8}, True: {"num_warps": 8, "maxnreg": 128}}  # by `is_large`: two programs side by side
 AFTER = ("ring_key", "ring_value", "sink_key", "sink_value", "kv", "log_max", "length")  # as in `HybridState`
 
@@ -93,3 +94,45 @@ def step_attention(
     how = of_key.activation, *of_query[1:3], *of_key[1:3], *of_key[3:]
     hybrid_step_triton(*heads, *how, *before, *numbers, weights.scaling, output, *after)
     return output, after
+
+
+@operation("ring_key", "ring_value", "sink_key", "sink_value", "length_after", devices=("CPU", "CUDA"))
+def keep_prompt_triton(
+    key: Tensor, value: Tensor, starts: Tensor | None, ends: Tensor | None, ring_key: Tensor, ring_value: Tensor,
+    sink_key: Tensor, sink_value: Tensor, length_after: Tensor,
+) -> None:  # fmt: skip
+    """Write what a `HybridState` has of the tokens of rows of keys [B, Hkv, N, D].
+
+    Args:
+        starts: [B], the place of each row's first token; None if that is 0. ends: [B], its tokens; None if all are.
+
+    Raises:
+        OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
+    """
+    require_kernels(key)
+    (batch, heads, length, key_size), value_size = key.shape, value.shape[-1]
+    (ring, sinks), keys, values = (x.shape[2] for x in (ring_key, sink_key)), padded(key_size), padded(value_size)
+    most = max(1, ring, sinks)
+    rows = min(max(1, COPIED // max(keys, values)), triton.next_power_of_2(most))
+    launch(
+        keep_prompt, (batch * heads, -(-most // rows)), key,
+        key, value, *(length_after if x is None else x.contiguous() for x in (starts, ends)), ring_key, ring_value,
+        sink_key, sink_value, length_after, *(number for x in (key, value) for number in x.stride()[:3]), heads,
+        length, KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values, RING=ring, SINKS=sinks, ROWS=rows,
+        STARTS=starts is not None, ENDS=ends is not None,
+    )  # fmt: skip
+
+
+@register_flop_formula(torch.ops.hf_linattn.keep_prompt_triton)
+def _no_flops(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def remember(
+    key: Tensor, value: Tensor, ring: int, sinks: int, starts: Tensor | None, ends: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the tokens in a `HybridState`, and how many were read: see `keep_prompt_triton`."""
+    kept = [x.new_empty(*x.shape[:2], count, x.shape[-1]) for count in (ring, sinks) for x in (key, value)]
+    length = key.new_empty(len(key), dtype=torch.long)
+    keep_prompt_triton(*map(dense_rows, (key, value)), starts, ends, *kept, length)
+    return *kept, length

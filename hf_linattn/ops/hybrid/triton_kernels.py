@@ -10,10 +10,8 @@ import triton.language as tl
 
 from ..linear.triton_feature_kernels import feature_numbers, features_of_row
 from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
-from ..window.triton_decode_kernels import is_real, keep_rows, load_row, see_rows
-from .types import GATE_GAIN, GATE_RANGE
-
-GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
+from ..window.triton_decode_kernels import copy_rows, find_row, is_real, keep_rows, load_row, see_rows
+from ..window.triton_kernels import opening
 
 
 @triton.jit
@@ -82,9 +80,8 @@ def let_in(
     )  # fmt: skip
     near_log = tl.load(window_log).to(tl.float32) if SHARED else top
     far_weight, far = tl.sum(asked * total, 0), tl.sum(asked[:, None] * kept, 0)
-    gate = tl.load(far_gate, mask=GATED, other=0.0).to(tl.float32)
-    opening = tl.sigmoid(tl.minimum(tl.maximum(gate, SHUT), OPEN) * GAIN)
-    return join(near_log, weight, near, log, far_weight, far, least_weight, opening, GATED)
+    gate = opening(tl.load(far_gate, mask=GATED, other=0.0))
+    return join(near_log, weight, near, log, far_weight, far, least_weight, gate, GATED)
 
 
 @triton.jit
@@ -190,3 +187,29 @@ def step_hybrid(
         sink_value_after, length_after, batch, head, sequence, new_key, new_value, read, part, parts, inputs, columns,
         INPUT_SIZE, VALUE_SIZE, RING, ROWS, SINKS, SINK_ROWS,
     )  # fmt: skip
+
+
+@triton.jit
+def keep_prompt(
+    key, value, starts, ends, ring_key, ring_value, sink_key, sink_value, length_after, key_batch, key_head, key_token,
+    value_batch, value_head, value_token, heads, length,
+    KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, RING: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
+):  # fmt: skip
+    """Copy the last RING keys and values of a sequence, and the first SINKS, ROWS of each at a time."""
+    sequence, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    batch, head = sequence // heads, sequence % heads
+    begins, read = find_row(starts, ends, batch, length, STARTS, ENDS)
+    key += batch * key_batch + head * key_head
+    value += batch * value_batch + head * value_head
+    inputs, columns, last = tl.arange(0, KEYS), tl.arange(0, VALUES), read - RING + row
+    inside, place = row < RING, sequence * RING + row
+    there = inside & (last >= 0)
+    copy_rows(key, key_token, begins + last, there, ring_key, place, inside, inputs, KEY_SIZE)
+    copy_rows(value, value_token, begins + last, there, ring_value, place, inside, columns, VALUE_SIZE)
+    inside, place = row < SINKS, sequence * SINKS + row
+    there = inside & (row < read)
+    copy_rows(key, key_token, begins + row, there, sink_key, place, inside, inputs, KEY_SIZE)
+    copy_rows(value, value_token, begins + row, there, sink_value, place, inside, columns, VALUE_SIZE)
+    if (head == 0) & (tl.program_id(1) == 0):
+        tl.store(length_after + batch, tl.cast(read, tl.int64))

@@ -126,7 +126,8 @@ class HardKeyState(NamedTuple):
 class HybridCall(NamedTuple):
     """One call of hybrid attention, as `interface.causal_hybrid_attention` describes it.
 
-    causal: whether a query sees no later key; the state after it is then always returned.
+    causal: whether a query sees no later key; the state after it is then always returned. starts: [B], the places
+    where rows of `lengths` tokens begin, which only kernels of a prompt read, and not in `blocks`; None is place 0.
     """
 
     query: Tensor
@@ -138,6 +139,7 @@ class HybridCall(NamedTuple):
     causal: bool = True
     chunk_size: int = CHUNK_SIZE
     policy: Policy = PYTORCH
+    starts: Tensor | None = None
 
 
 def in_blocks(call: HybridCall) -> str | None:

@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
     output: [B, Hkv, G, N, Dv]. factor: [B, Hkv, G, N], exp(top) / sum of the weights. top: [B, Hkv, G, N], the largest
     log scale that a query saw, None where it was not asked for, or where there are none. kv, log_max: the state after
-    the last key. kept: what else the backward pass needs.
+    the last key. kept: what else the backward pass needs. log: of the weights, where kernels write it.
     """
 
     output: Tensor
@@ -53,6 +53,12 @@ class Sums(NamedTuple):
     kv: Tensor
     log_max: Tensor
     kept: tuple[Tensor | None, ...] = ()
+    log: Tensor | None = None
+
+    @property
+    def log_weight(self) -> Tensor:
+        """The log of what the weights of each query add up to, `LOWEST` where that is nothing."""
+        return log_weight(self.factor, self.top) if self.log is None else self.log
 
 
 class Gradients(NamedTuple):
@@ -100,7 +106,7 @@ def attend(
         attended, log, *after = _LinearAttention.apply(kernels, how, weighed, reverse, *operands, *parameters)
         return attended, log, LinearState(*after)
     sums = kernels.forward(how, operands, parameters, output, weighed, False)
-    return sums.output, log_weight(sums.factor, sums.top) if weighed else None, LinearState(sums.kv, sums.log_max)
+    return sums.output, sums.log_weight if weighed else None, LinearState(sums.kv, sums.log_max)
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -109,11 +115,11 @@ class _LinearAttention(torch.autograd.Function):
         count = len(Operands._fields)
         operands, parameters = Operands(*tensors[:count]), tensors[count:]
         sums = kernels.forward(how, operands, parameters, None, True, True)
-        ctx.save_for_backward(*tensors, *sums[:-1], *sums.kept)
+        ctx.save_for_backward(*tensors, *sums[: sums._fields.index("kept")], *sums.kept)
         ctx.kernels, ctx.how, ctx.reverse, ctx.count = kernels, how, reverse, len(parameters)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(sums.log_max)
-        log = log_weight(sums.factor, sums.top) if weighed else None
+        log = sums.log_weight if weighed else None
         return sums.output.to(operands.value.dtype), log, sums.kv, sums.log_max
 
     @staticmethod
@@ -123,7 +129,8 @@ class _LinearAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: what is recomputed for it is given away
         operands, saved = Operands(*saved[:count]), saved[count:]
         parameters, saved = saved[: ctx.count], saved[ctx.count :]
-        sums = Sums(*saved[: len(Sums._fields) - 1], kept=saved[len(Sums._fields) - 1 :])
+        known = Sums._fields.index("kept")
+        sums = Sums(*saved[:known], kept=saved[known:])
         d_output = torch.zeros_like(sums.output, dtype=operands.value.dtype) if d_output is None else d_output
         needed = ctx.needs_input_grad[4 + count :]
         d_kv = None if d_kv is None else d_kv.contiguous()

@@ -115,15 +115,16 @@ def _forward(
     factor = query.new_empty(query.shape[:4], dtype=torch.float32)
     scaled = log_scale is not None or log_decay is not None
     top = torch.empty_like(factor) if weighed and scaled else None
+    log = torch.empty_like(factor) if weighed else None
     kv = None if kv is None else kv.contiguous()
     kv_after = factor.new_empty(*key.shape[:2], key.shape[-1], value.shape[-1] + 1)
     max_after = factor.new_empty(key.shape[:2])
     states = factor.new_empty(*key.shape[:2], cut_for(query, value).num_segments - how.causal, *kv_after.shape[2:])
     causal_sums_triton(
-        query, key, value, log_scale, log_decay, output, rest, factor, top, kv, log_max, states, kv_after, max_after,
-        how.starts, how.causal,
+        query, key, value, log_scale, log_decay, output, rest, factor, top, log, kv, log_max, states, kv_after,
+        max_after, how.starts, how.causal,
     )  # fmt: skip
-    return Sums(output, factor, top, kv_after, max_after, (rest, states))
+    return Sums(output, factor, top, kv_after, max_after, (rest, states), log)
 
 
 def _backward(

@@ -105,18 +105,18 @@ def write_activations(
 def write_features(
     x, weight, bias, mask, features, log_scale, x_batch, x_head, x_group, x_token, mask_batch, mask_token,
     weight_head, weight_group, weight_row, weight_column, bias_head, bias_group, bias_column,
-    heads, groups, length, scale, quadratic, offset,
+    heads, groups, length, count, scale, quadratic, offset,
     INPUT_SIZE: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHED: tl.constexpr, BIASED: tl.constexpr,
     SPLIT: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The features of TILES ROWS tokens of one head, [length, SIZE], twice as wide for "softmax_pair".
+    """The features of TILES ROWS tokens of one head, [count, SIZE], twice as wide for "softmax_pair".
 
-    log_scale: [length], written where SCALED, zero but for "exponential". mask: tokens that have no features, and no
-    log scale to speak of, where MASKED. ACTIVATION: as in `NativeMap`. SPLIT: whether the weight has more
-    digits than heads, beside which a number of it counts as two.
+    length: how many tokens there are; those behind them are zero. log_scale: [count], written where SCALED, zero but
+    for "exponential". mask: tokens that have no features, and no log scale to speak of, where MASKED. ACTIVATION: as
+    in `NativeMap`. SPLIT: whether the weight has more digits than heads, beside which a number of it counts as two.
     """
-    sequence, part = find_tile(length, TILES * ROWS)
+    sequence, part = find_tile(count, TILES * ROWS)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups
     x += batch * x_batch + head * x_head + group * x_group
     columns = tl.arange(0, COLUMNS)
@@ -124,7 +124,7 @@ def write_features(
     bias += head * bias_head + group * bias_group
     kind: tl.constexpr = x.dtype.element_ty
     mask += batch * mask_batch
-    features += sequence * length * (2 * SIZE if ACTIVATION == "softmax_pair" else SIZE)
+    features += sequence * count * (2 * SIZE if ACTIVATION == "softmax_pair" else SIZE)
     if WEIGHED and INPUTS >= INPUT_SIZE:  # one weight for all tiles
         inputs = tl.arange(0, INPUTS)
         whole, rest = load_weight(weight, weight_row, weight_column, inputs, columns, INPUT_SIZE, SIZE, kind, SPLIT)
@@ -148,7 +148,7 @@ def write_features(
             result = load_rows(x, x_token, row, length, columns, SIZE, False).to(tl.float32)
             size = tl.sum(result * result, 1)
         write_activations(
-            result, size, bias, mask, features, log_scale + sequence * length, bias_column, mask_token, row, length,
+            result, size, bias, mask, features, log_scale + sequence * count, bias_column, mask_token, row, count,
             columns, quadratic, offset, SIZE, ACTIVATION, BIASED, MASKED, SCALED,
         )  # fmt: skip
 

@@ -146,32 +146,35 @@ class OneRow(NamedTuple):
 
 
 def read(
-    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False
+    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False, count: int | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return features and log scales, if the map has them or they are `scaled`."""
+    """Return features and log scales, if the map has them or they are `scaled`.
+
+    count: how many tokens they are of, those behind the last of x zero; None for all of x.
+    """
     require_kernels(x)
     rows = dense_rows(x if x.dim() == 5 else x.unsqueeze(2))
     batch, heads, groups, length, input_size = rows.shape
     weight, bias = stored(native.weight, heads, groups, 2), stored(native.bias, heads, groups, 1)
     size = input_size if weight is None else weight.shape[-1]
-    columns = padded(size)
-    features = x.new_empty(*x.shape[:-1], native.width(input_size))
+    columns, count = padded(size), length if count is None else count
+    features = x.new_empty(*x.shape[:-2], count, native.width(input_size))
     scaled = scaled or native.activation == "exponential"
     mask = mask if mask is None or mask.dtype == torch.bool else mask.bool()
-    log_scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if scaled else None
+    log_scale = x.new_empty(features.shape[:-1], dtype=torch.float32) if scaled else None
     split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps
     paired = native.activation == "softmax_pair"
-    tile = min(padded(length), row_tile(columns, PAIR_NUMBERS if paired else NUMBERS))
-    tiles = max(1, min(TILES, length // tile))
+    tile = min(padded(count), row_tile(columns, PAIR_NUMBERS if paired else NUMBERS))
+    tiles = max(1, min(TILES, count // tile))
     inputs = input_tile(input_size, columns, x.itemsize, split, is_large(x.device))
     sizes: dict[str, Any] = {"TILES": tiles, "ROWS": tile, "INPUTS": inputs, "COLUMNS": columns}
     sizes |= PAIR_OPTIONS if paired else OPTIONS
     launch(
-        write_features, (batch * heads * groups * -(-length // (tile * tiles)),), rows,
+        write_features, (batch * heads * groups * -(-count // (tile * tiles)),), rows,
         rows, *(features if other is None else other for other in (weight, bias, mask)), features,
         features if log_scale is None else log_scale, *rows.stride()[:4], *((0, 0) if mask is None else mask.stride()),
         *((0,) * 4 if weight is None else weight.stride()), *((0,) * 3 if bias is None else bias.stride()),
-        heads, groups, length, 1.0 if native.scale is None else native.scale, native.quadratic, native.offset,
+        heads, groups, length, count, 1.0 if native.scale is None else native.scale, native.quadratic, native.offset,
         INPUT_SIZE=input_size, SIZE=size, **sizes,
         ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
         MASKED=mask is not None, SCALED=scaled, PRECISION=precision(),

@@ -254,11 +254,15 @@ def go_on(
 
 @triton.jit
 def write_rows(
-    result, weight, sums, rest, partial, sums_token, factor, weights, weights_after, row_factor, row, length, columns,
-    least_weight, VALUE_SIZE: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, EXACT: tl.constexpr,
-    ADDS: tl.constexpr, GOES_ON: tl.constexpr, REVERSE: tl.constexpr,
+    result, weight, sums, rest, partial, sums_token, factor, log, row_top, weights, weights_after, row_factor, row,
+    length, columns, least_weight, VALUE_SIZE: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr,
+    EXACT: tl.constexpr, ADDS: tl.constexpr, GOES_ON: tl.constexpr, LOGS: tl.constexpr, TOPS: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the queries in rows, and what they are divided by; see `read_states`."""
+    """Sums of the queries in rows, and what they are divided by; see `read_states`.
+
+    log: that, times exp(row_top) where TOPS, is written as its log where LOGS.
+    """
     token = length - 1 - row if REVERSE else row
     inside = (row < length)[:, None] & (columns < VALUE_SIZE)[None, :]
     place = token.to(tl.int64)[:, None] * sums_token + columns[None, :]
@@ -279,6 +283,11 @@ def write_rows(
             own = tl.where(little, 0.0, 1.0 / tl.where(little, 1.0, weight))
             if tl.program_id(1) == 0:
                 tl.store(factor + token, own, mask=row < length)
+                if LOGS:
+                    whole = tl.log(tl.where(little, 1.0, weight))
+                    if TOPS:
+                        whole += tl.load(row_top + token, mask=row < length, other=0.0)
+                    tl.store(log + token, tl.where(little, HIDDEN, whole), mask=row < length)
             result *= own[:, None]
         rounded = result.to(sums.dtype.element_ty)
         tl.store(sums + place, rounded, mask=inside)
@@ -288,8 +297,8 @@ def write_rows(
 
 @triton.jit
 def read_states(
-    query, key, value, sums, rest, partial, factor, weights, weights_after, row_factor, extra, exponent, top, kept,
-    weight, left, starts, state, states, through, state_after, log_max_after,
+    query, key, value, sums, rest, partial, factor, log, row_top, weights, weights_after, row_factor, extra, exponent,
+    top, kept, weight, left, starts, state, states, through, state_after, log_max_after,
     query_batch, query_head, query_group, query_token, key_batch, key_head, key_group, key_token,
     value_batch, value_head, value_group, value_token, sums_batch, sums_head, sums_group, sums_token,
     heads, groups, shared_by, length, num_chunks, segment_chunks, num_segments, features, least_weight,
@@ -297,7 +306,7 @@ def read_states(
     FEATURES_FIRST: tl.constexpr, NORMALISE: tl.constexpr, WEIGHED: tl.constexpr, EXTRA: tl.constexpr,
     EXACT: tl.constexpr, ADDS: tl.constexpr, GOES_ON: tl.constexpr, BEGINS: tl.constexpr, ENDS: tl.constexpr,
     ZEROED: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LOGS: tl.constexpr, TOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums [segment, VALUES] of queries of one head, and the state after the last where ENDS; see above."""
     sequence, segment = tl.program_id(0).to(tl.int64) // num_segments, tl.program_id(0) % num_segments
@@ -330,9 +339,9 @@ def read_states(
                 top + numbers, kept + numbers, EXTRA, SCALED, PACKED, PRECISION,
             )  # fmt: skip
         write_rows(
-            result, said, sums + at, rest + at, partial + at, sums_token, factor + of_rows, weights + of_rows,
-            weights_after + of_rows, row_factor + of_rows, row, length, columns, least_weight, VALUE_SIZE, NORMALISE,
-            WEIGHED, EXACT, ADDS, GOES_ON, REVERSE,
+            result, said, sums + at, rest + at, partial + at, sums_token, factor + of_rows, log + of_rows,
+            row_top + of_rows, weights + of_rows, weights_after + of_rows, row_factor + of_rows, row, length, columns,
+            least_weight, VALUE_SIZE, NORMALISE, WEIGHED, EXACT, ADDS, GOES_ON, LOGS, TOPS, REVERSE,
         )  # fmt: skip
         if PAIRS:
             tile, total, totals = go_on(

@@ -137,19 +137,19 @@ def read_part(
     extra: Tensor | None = None, extra_of: str | None = None, features_first: bool = True, normalise: bool = False,
     reverse: bool = False, shared: bool = True, partial: Tensor | None = None,
     weights: Sequence[Tensor | None] = (None, None), adds: bool = False, goes_on: bool = False, features: int = 0,
-    pairs: bool = True, log_max_after: Tensor | None = None,
+    pairs: bool = True, log_max_after: Tensor | None = None, log: Tensor | None = None, top: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run `read_states`, see there, over sums [B, Hkv, G, N, Dv]; shared: whether groups have states in common.
 
     features: how many all are, where these are a part. pairs: whether queries see keys up to their own only.
-    log_max_after: is written zero, as it is without scales.
+    log_max_after: is written zero, as it is without scales. log: is written. top: what it has besides.
     """
     batch, heads, groups, length, value_size = sums.shape
     tiles, unused = tiles_for(query), states  # a placeholder for what is not read
     columns = min(tiles.values, padded(value_size))
     of_tokens = (unused,) * 5 if scales is None else scales[:5]
     through = unused if scales is None else scales.through
-    of_rows = (rest, partial, factor, *weights, row_factor, extra)
+    of_rows = (rest, partial, factor, log, top, *weights, row_factor, extra)
     given = (*of_rows, *of_tokens, starts, state, states, through, state_after, log_max_after)
     launch(
         read_states, (batch * heads * groups * cut.num_segments, -(-value_size // columns)), query,
@@ -161,16 +161,17 @@ def read_part(
         KEYS=padded(query.shape[-1]), VALUES=columns, FEATURES_FIRST=features_first,
         NORMALISE=normalise, WEIGHED=row_factor is not None, EXTRA=extra_of, EXACT=rest is not None, ADDS=adds,
         GOES_ON=goes_on, BEGINS=state is not None, ENDS=state_after is not None, ZEROED=log_max_after is not None,
-        SCALED=scales is not None, PACKED=starts is not None, PAIRS=pairs, REVERSE=reverse, PRECISION=precision(),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        SCALED=scales is not None, PACKED=starts is not None, PAIRS=pairs, REVERSE=reverse, LOGS=log is not None,
+        TOPS=top is not None, PRECISION=precision(), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
-@operation("sums", "rest", "factor", "top", "states", "state_after", "log_max_after", devices=("CPU", "CUDA"))
+@operation("sums", "rest", "factor", "top", "log", "states", "state_after", "log_max_after", devices=("CPU", "CUDA"))
 def causal_sums_triton(
     query: Tensor, key: Tensor, value: Tensor, log_scale: Tensor | None, log_decay: Tensor | None, sums: Tensor,
-    rest: Tensor | None, factor: Tensor, top: Tensor | None, state: Tensor | None, log_max: Tensor | None,
-    states: Tensor, state_after: Tensor, log_max_after: Tensor, starts: Tensor | None, causal: bool,
+    rest: Tensor | None, factor: Tensor, top: Tensor | None, log: Tensor | None, state: Tensor | None,
+    log_max: Tensor | None, states: Tensor, state_after: Tensor, log_max_after: Tensor, starts: Tensor | None,
+    causal: bool,
 ) -> None:  # fmt: skip
     """Kernel attention of features; see `autograd.attend`.
 
@@ -178,7 +179,7 @@ def causal_sums_triton(
         query: [B, Hkv, G, N, F]. key: [B, Hkv, N, F]. value: [B, Hkv, N, Dv]. log_scale, log_decay: [B, Hkv, N].
         sums: [B, Hkv, G, N, Dv], the output. rest: like `sums`, what it lacks for having been rounded.
         factor: [B, Hkv, G, N], one over the weights of each query, which exp(top) more belongs to. top: the same, with
-            scales.
+            scales. log: the same, the log of these weights, `LOWEST` for none.
         state: [B, Hkv, F, Dv + 1], contiguous. log_max: [B, Hkv]. Both None at the start. Likewise what they become.
         states: what segments add to the state [B, Hkv, T, F, Dv + 1]: all but the last, or all if not `causal`.
         starts: [B, N], where the sequence of each token starts, if rows hold several; with log scales.
@@ -195,7 +196,7 @@ def causal_sums_triton(
     cut = cut_for(query, value)
     starts = pack(starts, cut)
     scaled = log_scale is not None or log_decay is not None
-    how: dict[str, Any] = {"rest": rest, "factor": factor, "normalise": True}
+    how: dict[str, Any] = {"rest": rest, "factor": factor, "normalise": True, "log": log, "top": top}
     if causal:
         scales = None
         if scaled:

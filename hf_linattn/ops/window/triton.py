@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import operation
+from ..common.precision import accum_dtype
+from ..runtime.cpu import dense_rows, empty_output, operation
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels
-from .autograd import WindowSoftmax, count_flops, count_reverse_flops
+from .autograd import Window, WindowSoftmax, count_flops, count_reverse_flops
 from .triton_kernels import attend_window, reverse_window_keys, reverse_window_queries
 
 # of heads in half precision of at most 128 numbers; all fit into the 99 KiB of shared memory of the smallest GPUs
@@ -40,6 +41,8 @@ SINKS = 16  # sinks in a tile, which has no fewer
 def window_softmax_triton(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, rest: Tensor | None, log: Tensor, before: Tensor | None,
     before_log: Tensor | None, begun: int, ends: Tensor | None, window: int, sinks: int, scaling: float, causal: bool,
+    starts: Tensor | None = None, sink: Tensor | None = None, mix: Tensor | None = None, rate: Tensor | None = None,
+    far_gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attend to a `Window`; without gradients.
 
@@ -49,21 +52,24 @@ def window_softmax_triton(
         log: [B, Hkv, G, N], the logs of what all weights add up to, `LOWEST` for a query without keys.
         before, before_log, begun: a `Before`, or None.
         ends: [B], real tokens at the start of each row; None if all are.
+        starts ... far_gate: what `attend_prompt` has besides; a `Far` without logs after it.
 
     Raises:
         OptionError: the heads are on a CPU, and Triton was not imported to interpret kernels there.
     """
     require_kernels(query)
     (batch, heads, groups, length, _), begins, split = query.shape, before is not None, rest is not None
+    given = {"STARTS": starts, "ENDS": ends, "BESIDE": sink, "FAR": mix, "DECAYED": rate, "GATED": far_gate}
     begin, begin_log = (out, log) if before is None or before_log is None else (before, before_log.contiguous())
     sizes = sizes_for(attend_window, query, value, window)
     query, place, begin = query.flatten(1, 2), _as_heads(out), begin.flatten(1, 2)
     launch(
         attend_window, (batch * heads * groups * -(-length // sizes["ROWS"]),), query,
         query, key, value, place, place if rest is None else _as_heads(rest), log.view(-1), begin, begin_log,
-        log if ends is None else ends.contiguous(), *_strides(query, key, value, place, begin),
+        *(log if x is None else x.contiguous() for x in given.values()), *_strides(query, key, value, place, begin),
         heads * groups, groups, length, begun, begin_log.shape[3], window, sinks, scaling,
-        **sizes, SINKS=SINKS if sinks else 0, CAUSAL=causal, BEGINS=begins, ENDS=ends is not None, SPLIT=split,
+        **sizes, SINKS=SINKS if sinks else 0, CAUSAL=causal, BEGINS=begins, SPLIT=split,
+        **{name: x is not None for name, x in given.items()},
     )  # fmt: skip
 
 
@@ -107,6 +113,48 @@ def window_softmax_backward_triton(
     )  # fmt: skip
     for gradient, parts in zip((d_key, d_value), of_sinks, strict=True):
         gradient[:, :, :sinks] = parts.sum(2)
+
+
+class Far(NamedTuple):
+    """What queries from place `first` on begin with beside a window: an average of keys beyond it.
+
+    output: [B, Hkv, G, M, Dv]. log: [B, Hkv, G, M], of what their weights add up to, without the mix [H] and the rate
+    [Hkv], a distance of a whole window, that belong to it (`HybridWeights`). gate: [H], as it is stored there.
+    """
+
+    output: Tensor
+    log: Tensor
+    first: int
+    mix: Tensor
+    rate: Tensor | None
+    gate: Tensor | None
+
+
+def attend_prompt(
+    query: Tensor, key: Tensor, value: Tensor, window: Window, scaling: float, *, starts: Tensor | None = None,
+    sink: Tensor | None = None, far: Far | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the causal output [B, H, N, Dv] of rows without a state before them, in one launch; no gradients.
+
+    Args:
+        query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
+        window: its `ends` count tokens. starts: [B], the place of each row's first token; None if that is 0. With it
+            outputs of pads are zero.
+        sink: [H], the score of one more key without value.
+    """
+    heads = [dense_rows(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
+    output = empty_output(heads[0], value)
+    log = query.new_empty(heads[0].shape[:4] if far is None else (1,), dtype=accum_dtype(query))
+    before: Any = (None, None, 0)
+    rest: dict[str, Any] = {}
+    if far is not None:
+        before = dense_rows(far.output), far.log, far.first
+        rest = {"mix": far.mix, "rate": far.rate, "far_gate": far.gate}
+    window_softmax_triton(
+        *heads, output, None, log, *before, window.ends, window.size, window.sinks, scaling, window.causal,
+        starts=starts, sink=sink, **rest,
+    )  # fmt: skip
+    return output.flatten(1, 2)
 
 
 def _as_heads(x: Tensor) -> Tensor:

@@ -50,13 +50,13 @@ def window_step_triton(
 
 @operation("kept_key", "kept_value", "kept_position", "length_after", devices=("CPU", "CUDA"))
 def keep_window_triton(
-    key: Tensor, value: Tensor, ends: Tensor | None, num_sinks: int, kept_key: Tensor, kept_value: Tensor,
-    kept_position: Tensor, length_after: Tensor,
-) -> None:
+    key: Tensor, value: Tensor, starts: Tensor | None, ends: Tensor | None, num_sinks: int, kept_key: Tensor,
+    kept_value: Tensor, kept_position: Tensor, length_after: Tensor,
+) -> None:  # fmt: skip
     """Write what decoding keeps of rows from position 0: the first `num_sinks` keys [B, Hkv, N, D] and the last.
 
     Args:
-        ends: [B], real tokens at the start of each row; None if all are.
+        starts: [B], the place of each row's first token; None if that is 0. ends: [B], its tokens; None if all are.
         kept_key ... length_after: of a `KeptKeys` of M keys.
 
     Raises:
@@ -68,11 +68,11 @@ def keep_window_triton(
     rows = min(max(1, COPIED // max(keys, values)), triton.next_power_of_2(max(1, room)))
     launch(
         keep_window, (batch * heads, max(1, -(-room // rows))), key,
-        key, value, length_after if ends is None else ends.contiguous(), kept_key, kept_value, kept_position,
-        length_after,
+        key, value, *(length_after if x is None else x.contiguous() for x in (starts, ends)), kept_key, kept_value,
+        kept_position, length_after,
         *(number for x in (key, value) for number in x.stride()[:3]), heads, length,
         KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values, ROOM=room, ROWS=rows, SINKS=num_sinks,
-        ENDS=ends is not None,
+        STARTS=starts is not None, ENDS=ends is not None,
     )  # fmt: skip
 
 
@@ -99,10 +99,12 @@ def step_attention(
     return out, after
 
 
-def keep_last(key: Tensor, value: Tensor, num_sinks: int, room: int, ends: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what is in the `KeptKeys` of `room` keys after rows that start at position 0."""
+def keep_last(
+    key: Tensor, value: Tensor, num_sinks: int, room: int, ends: Tensor | None, starts: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return what is in the `KeptKeys` of `room` keys after rows of `ends` tokens from the places `starts` on."""
     batch, heads = key.shape[:2]
     kept = tuple(x.new_empty(batch, heads, room, x.shape[-1]) for x in (key, value))
     position, length = key.new_empty(batch, 1, room, dtype=torch.long), key.new_empty(batch, dtype=torch.long)
-    keep_window_triton(*map(dense_rows, (key, value)), ends, num_sinks, *kept, position, length)
+    keep_window_triton(*map(dense_rows, (key, value)), starts, ends, num_sinks, *kept, position, length)
     return *kept, position, length

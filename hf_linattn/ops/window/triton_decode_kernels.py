@@ -36,6 +36,29 @@ def is_real(ends, ENDS: tl.constexpr):
 
 
 @triton.jit
+def find_row(starts, ends, batch, length, STARTS: tl.constexpr, ENDS: tl.constexpr):
+    """Where the tokens of a row of `length` places begin, place 0 unless STARTS, and how many they are."""
+    begins, count = 0, length
+    if STARTS:
+        begins = tl.load(starts + batch).to(tl.int64)
+    if ENDS:
+        count = tl.minimum(tl.load(ends + batch), length).to(tl.int32)
+    return begins, count
+
+
+@triton.jit
+def copy_rows(
+    rows, token_stride, source, there, kept, place, inside, columns, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the rows at `source` [R] to dense ones at `place` [R] as far as these are inside, zero for none there."""
+    shown = (columns < SIZE)[None, :]
+    read = tl.load(
+        rows + source.to(tl.int64)[:, None] * token_stride + columns[None, :], mask=there[:, None] & shown, other=0.0
+    )
+    tl.store(kept + place[:, None] * SIZE + columns[None, :], read, mask=inside[:, None] & shown)
+
+
+@triton.jit
 def keep_rows(
     rows, rows_after, sequence, new, place, part, parts, columns,
     SIZE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr = 0, moved=0,
@@ -118,32 +141,25 @@ def step_window(
 
 @triton.jit
 def keep_window(
-    key, value, ends, kept_key, kept_value, kept_position, length_after, key_batch, key_head, key_token, value_batch,
-    value_head, value_token, heads, length,
+    key, value, starts, ends, kept_key, kept_value, kept_position, length_after, key_batch, key_head, key_token,
+    value_batch, value_head, value_token, heads, length,
     KEY_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUES: tl.constexpr, ROOM: tl.constexpr,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, ENDS: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Copy the first SINKS keys and values of a sequence and the last of the others, ROOM in all, ROWS at a time."""
     sequence, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     batch, head = sequence // heads, sequence % heads
-    read = length
-    if ENDS:
-        read = tl.load(ends + batch)
+    begins, read = find_row(starts, ends, batch, length, STARTS, ENDS)
     # the first, then those that come right before the end
     source = row + tl.where(row >= SINKS, tl.maximum(read - ROOM, 0), 0)
-    there = (row < ROOM) & (source < read)
-    token, inputs, columns = source.to(tl.int64)[:, None], tl.arange(0, KEYS)[None, :], tl.arange(0, VALUES)[None, :]
-    place = (sequence * ROOM + row)[:, None]
-    inside, shown = (row < ROOM)[:, None] & (inputs < KEY_SIZE), there[:, None] & (inputs < KEY_SIZE)
-    kept = tl.load(key + batch * key_batch + head * key_head + token * key_token + inputs, mask=shown, other=0.0)
-    tl.store(kept_key + place * KEY_SIZE + inputs, kept, mask=inside)
-    inside, shown = (row < ROOM)[:, None] & (columns < VALUE_SIZE), there[:, None] & (columns < VALUE_SIZE)
-    kept = tl.load(
-        value + batch * value_batch + head * value_head + token * value_token + columns, mask=shown, other=0.0
-    )
-    tl.store(kept_value + place * VALUE_SIZE + columns, kept, mask=inside)
+    inside = row < ROOM
+    there, token, place = inside & (source < read), begins + source, sequence * ROOM + row
+    key += batch * key_batch + head * key_head
+    value += batch * value_batch + head * value_head
+    copy_rows(key, key_token, token, there, kept_key, place, inside, tl.arange(0, KEYS), KEY_SIZE)
+    copy_rows(value, value_token, token, there, kept_value, place, inside, tl.arange(0, VALUES), VALUE_SIZE)
     if head == 0:
         known = tl.where(there, source + 1, 0).to(tl.int64)
         tl.store(kept_position + batch * ROOM + row, known, mask=row < ROOM)
         if tl.program_id(1) == 0:
-            tl.store(length_after + batch, read.to(tl.int64) if ENDS else tl.cast(length, tl.int64))
+            tl.store(length_after + batch, tl.cast(read, tl.int64))

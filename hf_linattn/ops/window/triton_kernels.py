@@ -5,6 +5,9 @@
 What is seen follows from places, so no mask and no table of blocks is read. A program has `ROWS` queries, or `COLUMNS`
 keys, and meets the others tile by tile; sinks come in tiles of `SINKS`. Each query may begin with one more value, and
 each gradient is written by one program. Scores are in powers of two, as in `block_kernels`.
+
+A prompt without gradients (`attend_window` alone): each row may begin further on, a score without value stands beside
+all keys, and what lies beyond the window has an average of its own (`Far`), of which a gate says how much counts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ import triton
 import triton.language as tl
 
 from ..block_softmax.triton_kernels import LN_2, LOG2_E, LOWEST, load_tile, take_in
+from ..hybrid.types import GATE_GAIN, GATE_RANGE
+from .triton_decode_kernels import find_row
+
+GAIN, SHUT, OPEN = (tl.constexpr(x) for x in (GATE_GAIN, *GATE_RANGE))
 
 
 @triton.jit
@@ -21,14 +28,6 @@ def find_tile(length, TILE: tl.constexpr):
     tiles = tl.cdiv(length, TILE)
     tile = tl.program_id(0) % tiles
     return (tl.program_id(0) // tiles).to(tl.int64), tile, tile * TILE, tile * TILE + tl.arange(0, TILE)
-
-
-@triton.jit
-def find_end(ends, batch, length, ENDS: tl.constexpr):
-    """Behind the last key that is seen."""
-    if ENDS:
-        return tl.minimum(tl.load(ends + batch), length).to(tl.int32)
-    return length
 
 
 @triton.jit
@@ -70,64 +69,117 @@ def powers(log):
 
 
 @triton.jit
-def attend_window(
-    query, key, value, out, rest, log, before, before_log, ends,
-    query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
-    out_batch, out_head, out_token, before_batch, before_head, before_token,
-    heads, groups, length, begun, old_rows, window, sinks, scaling,
-    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SINKS: tl.constexpr, CAUSAL: tl.constexpr, BEGINS: tl.constexpr, ENDS: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+def see_keys(
+    rows, at, first, key, key_token, value, value_token, end, window, sinks, scaling, keys, values, top, weight,
+    result, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINKS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention [ROWS, VALUE_SIZE] of queries of one head, and the logs of their weights.
-
-    SPLIT: whether `rest` gets what is left of the output when it is rounded; it lies in memory as `out` does.
-    """
-    number, _, first, at = find_tile(length, ROWS)
-    batch, own, here = number // heads, number % heads, at < length
-    end = find_end(ends, batch, length, ENDS)
-    keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    rows = load_tile(query + batch * query_batch + own * query_head, query_token, at, here, keys, KEY_SIZE)
-    old = at - begun
-    if BEGINS:  # read now, for the time until it comes, and added last
-        begin = tl.load(before_log + number * old_rows + old, mask=here & (old >= 0), other=LOWEST)
-        some = begin > LOWEST / 2
-        given = load_tile(before + batch * before_batch + own * before_head, before_token, old, some, values,
-                          VALUE_SIZE)  # fmt: skip
-        top, weight = tl.where(some, begin * LOG2_E, LOWEST / 2), tl.where(some, 1.0, 0.0)
-    else:
-        top, weight = tl.full([ROWS], LOWEST / 2, tl.float32), tl.zeros([ROWS], tl.float32)
-    begin_top = top
-    result = tl.zeros([ROWS, VALUES], tl.float32)
-    key += batch * key_batch + own // groups * key_head
-    value += batch * value_batch + own // groups * value_head
+    """Go on with sinks and the window of queries at some places, from `first` on, as `take_in` does."""
     if SINKS > 0:
         for start in tl.range(0, sinks, SINKS, num_stages=1):
             place = start + tl.arange(0, SINKS)
-            tile = load_tile(key, key_token, place, place < sinks, keys, KEY_SIZE)
-            met = load_tile(value, value_token, place, place < sinks, values, VALUE_SIZE)
+            there = (place < sinks) & (place < end)
+            tile = load_tile(key, key_token, place, there, keys, KEY_SIZE)
+            met = load_tile(value, value_token, place, there, values, VALUE_SIZE)
             seen = is_sink(at[:, None], place[None, :], sinks, end, CAUSAL)
             scores = score_seen(rows, tile, seen, scaling, PRECISION)
             top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
     low, high = first_key(first, window, sinks, COLUMNS), behind_keys(first, window, end, ROWS, CAUSAL)
     for start in range(low, high, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        tile = load_tile(key, key_token, place, place < length, keys, KEY_SIZE)
-        met = load_tile(value, value_token, place, place < length, values, VALUE_SIZE)
+        tile = load_tile(key, key_token, place, place < end, keys, KEY_SIZE)
+        met = load_tile(value, value_token, place, place < end, values, VALUE_SIZE)
         seen = in_window(at[:, None], place[None, :], window, sinks, end, CAUSAL)
         scores = score_seen(rows, tile, seen, scaling, PRECISION)
         top, weight, result = take_in(scores, met, top, weight, result, PRECISION)
-    if BEGINS:
+    return top, weight, result
+
+
+@triton.jit
+def opening(far_gate):
+    """How far a gate is open, from its number as it is stored: `ops.hybrid.types.gate_logit`."""
+    return tl.sigmoid(tl.minimum(tl.maximum(far_gate.to(tl.float32), SHUT), OPEN) * GAIN)
+
+
+@triton.jit
+def add_far(
+    result, top, weight, given, begin, some, mix, rate, far_gate, window, DECAYED: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """The averages [R, C] of near keys, whose weights come to weight 2^top, with those of a `Far` where it has some.
+
+    given: its averages. begin: its logs. mix, rate, far_gate: where those of the head are.
+    """
+    gate = opening(tl.load(far_gate)) if GATED else 1.0
+    begin += tl.load(mix).to(tl.float32)
+    if DECAYED:
+        begin -= tl.load(rate).to(tl.float32) * window
+    begin = tl.where(some, begin * LOG2_E, LOWEST)
+    near = tl.where(weight > 0, top + tl.log2(tl.where(weight > 0, weight, 1.0)), LOWEST)
+    share = gate / (1.0 + tl.exp2(tl.minimum(near - begin, 126.0)))
+    return result * (1.0 - share)[:, None] + given.to(tl.float32) * share[:, None]
+
+
+@triton.jit
+def attend_window(
+    query, key, value, out, rest, log, before, before_log, starts, ends, sink, mix, rate, far_gate,
+    query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
+    out_batch, out_head, out_token, before_batch, before_head, before_token,
+    heads, groups, length, begun, old_rows, window, sinks, scaling,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SINKS: tl.constexpr, CAUSAL: tl.constexpr, BEGINS: tl.constexpr, ENDS: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, STARTS: tl.constexpr = False, BESIDE: tl.constexpr = False,
+    FAR: tl.constexpr = False, DECAYED: tl.constexpr = False, GATED: tl.constexpr = False,
+):  # fmt: skip
+    """Attention [ROWS, VALUE_SIZE] of queries of one head, and the logs of their weights.
+
+    SPLIT: whether `rest` gets what is left of the output when it is rounded; it lies in memory as `out` does.
+    STARTS: whether places count from `starts` on; pads then stand behind the last token, those in front of the row
+    last, and get zero. BESIDE: whether there is a sink. FAR: whether queries begin with far keys, without logs after.
+    """
+    number, _, first, at = find_tile(length, ROWS)
+    batch, own, here = number // heads, number % heads, at < length
+    begins, end = find_row(starts, ends, batch, length, STARTS, ENDS)
+    token, shown_at = at, here
+    key += batch * key_batch + own // groups * key_head
+    value += batch * value_batch + own // groups * value_head
+    if STARTS:
+        token, shown_at = (begins + at) % length, at < end
+        key += begins * key_token
+        value += begins * value_token
+    keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    rows = load_tile(query + batch * query_batch + own * query_head, query_token, token, here, keys, KEY_SIZE)
+    old = token - begun
+    top, weight = tl.full([ROWS], LOWEST / 2, tl.float32), tl.zeros([ROWS], tl.float32)
+    if BEGINS:  # read now, for the time until it comes, and added last
+        begin = tl.load(before_log + number * old_rows + old, mask=shown_at & (old >= 0), other=LOWEST)
+        some = (begin > LOWEST / 2) | (begin != begin)  # one that is no number shows
+        given = load_tile(before + batch * before_batch + own * before_head, before_token, old, some, values,
+                          VALUE_SIZE)  # fmt: skip
+        if not FAR:
+            top, weight = tl.where(some, begin * LOG2_E, LOWEST / 2), tl.where(some, 1.0, 0.0)
+    begin_top = top
+    if BESIDE:
+        top, weight = tl.maximum(top, tl.load(sink + own).to(tl.float32) * LOG2_E), weight + 1.0
+    top, weight, result = see_keys(
+        rows, at, first, key, key_token, value, value_token, end, window, sinks, scaling, keys, values, top, weight,
+        tl.zeros([ROWS, VALUES], tl.float32), KEY_SIZE, VALUE_SIZE, ROWS, COLUMNS, SINKS, CAUSAL, PRECISION,
+    )  # fmt: skip
+    if BEGINS and not FAR:
         result += tl.where(some, tl.exp2(begin_top - top), 0.0)[:, None] * given.to(tl.float32)
-    found, weight = weight != 0, tl.where(weight != 0, weight, 1.0)  # one that is no number is found, and shown
-    result = tl.where(found[:, None], result / weight[:, None], 0.0)
-    offset = batch * out_batch + own * out_head + at.to(tl.int64)[:, None] * out_token + values[None, :]
+    found = shown_at & (weight != 0)  # one that is no number is found, and shown
+    result = tl.where(found[:, None], result / tl.where(found, weight, 1.0)[:, None], 0.0)
+    if FAR:
+        result = add_far(result, top, weight, given, begin, some, mix + own, rate + own // groups, far_gate + own,
+                         window, DECAYED, GATED)  # fmt: skip
+    offset = batch * out_batch + own * out_head + token.to(tl.int64)[:, None] * out_token + values[None, :]
     shown = here[:, None] & (values < VALUE_SIZE)[None, :]
     rounded = result.to(out.dtype.element_ty)
     tl.store(out + offset, rounded, mask=shown)
     if SPLIT:
         tl.store(rest + offset, result - rounded.to(tl.float32), mask=shown)
-    tl.store(log + number * length + at, tl.where(found, (top + tl.log2(weight)) * LN_2, LOWEST), mask=here)
+    if not FAR:
+        weight = tl.where(found, weight, 1.0)
+        tl.store(log + number * length + token, tl.where(found, (top + tl.log2(weight)) * LN_2, LOWEST), mask=here)
 
 
 @triton.jit
@@ -196,7 +248,7 @@ def reverse_window_queries(
     """
     number, tile_number, first, at = find_tile(length, ROWS)
     batch, own, here = number // heads, number % heads, at < length
-    end = find_end(ends, batch, length, ENDS)
+    _begins, end = find_row(ends, ends, batch, length, False, ENDS)
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     rows = load_tile(query + batch * query_batch + own * query_head, query_token, at, here, keys, KEY_SIZE)
     offset, row = batch * out_batch + own * out_head, number * length + at
@@ -253,7 +305,7 @@ def reverse_window_keys(
     number, _, first, place = find_tile(length, COLUMNS)
     kv_heads = heads // groups
     batch, head, there = number // kv_heads, number % kv_heads, place < length
-    end = find_end(ends, batch, length, ENDS)
+    _begins, end = find_row(ends, ends, batch, length, False, ENDS)
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     tile = load_tile(key + batch * key_batch + head * key_head, key_token, place, there, keys, KEY_SIZE)
     met = load_tile(value + batch * value_batch + head * value_head, value_token, place, there, values, VALUE_SIZE)

@@ -276,7 +276,7 @@ from hf_linattn.ops.linear import triton_scales as scales
 from hf_linattn.ops.linear.types import NativeMap
 
 NUMBERS = ("batch", "head", "group", "token", "row", "column", "heads", "groups", "shared_by", "length", "chunks",
-           "segments", "repeats")
+           "segments", "repeats", "count")
 PRECISE = {"least_weight": "fp32", "scale": "fp32", "quadratic": "fp32", "offset": "fp32", "starts": "*i32",
            "mask": "*i1"}
 HEADS = ("query", "key", "value", "sums", "rest", "x", "features", "gradient", "slopes")
@@ -300,9 +300,9 @@ def cases(precision, capability):
     walk = {"KEY_SIZE": size, "VALUE_SIZE": size, "ROWS": tiles.rows, "KEYS": size, "VALUES": tiles.values}
     walk |= dict.fromkeys(("ADDS", "BEGINS", "ENDS", "ZEROED", "SCALED", "PACKED", "PAIRS"), True) | {"GOES_ON": False}
     forward = walk | {"FEATURES_FIRST": True, "NORMALISE": True, "WEIGHED": False, "EXTRA": None, "EXACT": True,
-                      "REVERSE": False}
+                      "LOGS": True, "TOPS": True, "REVERSE": False}
     back = walk | {"FEATURES_FIRST": False, "NORMALISE": False, "WEIGHED": True, "EXTRA": "keys", "EXACT": False,
-                   "REVERSE": True}
+                   "LOGS": False, "TOPS": False, "REVERSE": True}
     states = walk | {"KEYS": causal_sums.STATE_KEYS, "VALUES": causal_sums.STATE_VALUES, "EXTRA": True,
                      "REVERSE": True}
     def maps(columns, numbers, **how):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.ops.linear import triton_features as features
@@ -108,6 +109,15 @@ def test_masked_keys_are_hidden_as_their_features_are_made(name):
         want = masked(make_features(x, native), mask, scaled)
         for got, known in zip(make_features(x, native, mask, scaled), want, strict=True):
             assert (got is None and known is None) or torch.equal(got, known)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@torch.no_grad()
+def test_zeros_may_stand_behind_the_last_token(name):
+    native, x = native_map(make_map(name, ())), torch.randn(2, 2, 5, 19, HEAD_DIM)[:, :, :, :-3]
+    want = make_features(F.pad(x, (0, 0, 0, 1)), native)
+    for got, known in zip(features.read(x, native, count=17), want, strict=True):
+        assert (got is None and known is None) or torch.equal(got, known)
 
 
 @pytest.mark.parametrize("name", KNOWN)

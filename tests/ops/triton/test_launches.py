@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hf_linattn.backends import use_backend
+from hf_linattn.ops.common.tracing import begin_forward, end_forward
 from hf_linattn.ops.hybrid import triton as hybrid  # noqa: F401 - all that launches is there
 from hf_linattn.ops.runtime import triton as launching
 from tests.ops.triton.cases import make_mechanism
@@ -90,13 +91,43 @@ def test_a_prompt(kernels_of, name, want, padded):
     assert kernels_of(lambda: mechanism(*heads, mask)) == want
 
 
+NEAR = ["attend_window", "keep_prompt"]
+PROMPTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "local": ({}, ["attend_window", "keep_window"]),
+    "streaming": ({}, ["attend_window", "keep_window"]),
+    "hybrid": ({}, [*FEATURES, *SUMS, *NEAR]),
+    "hybrid, no gate": ({"initial_share": 1}, [*FEATURES, *SUMS, *NEAR]),
+    "hybrid, log scales": (
+        {"linear": "performer", "linear_options": {"num_features": 128}},
+        [*FEATURES, "write_scales", *SUMS, "add", *NEAR],
+    ),
+    "hybrid, decay": (
+        {"linear_options": {"decay": "learned"}},
+        ["copy_", "clamp", "exp", "neg", *FEATURES, "write_scales", *SUMS, *NEAR],
+    ),
+    "hybrid, window as long": ({"window_size": LENGTH}, ["write_features", "zero_", "fill_", *NEAR]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("case", PROMPTS)
 @torch.no_grad()
-def test_a_prompt_of_a_window(kernels_of):
-    """Its attention, then copies of the keys and values that are still seen, their places, and how many were read."""
-    mechanism = make_mechanism("local").half().eval()
+def test_a_prompt_of_a_window(kernels_of, case, padded):
+    """What lies beyond it, attention, copies of what is remembered; rows are read where they lie.
+
+    Where they begin is found by the first layer of a forward.
+    """
+    (options, want), name = PROMPTS[case], case.partition(",")[0]
+    mechanism = make_mechanism(name, **options).half().eval()
     use_backend(mechanism, "triton")
-    heads = make_heads(LENGTH, True)
-    assert kernels_of(lambda: mechanism(*heads)) == ["attend_window", "keep_window"]
+    heads, mask = make_heads(LENGTH, True), left_padded(LENGTH, padded)
+    begin_forward(positioned=False)
+    mechanism(*heads, mask)
+    found = kernels_of(lambda: mechanism(*heads, mask))
+    end_forward()
+    if padded and "neg" in want:  # pads take nothing from what was read: a product with a mask
+        want = [*want[:4], "copy_", *want[4:]]
+    assert found == want
 
 
 @pytest.mark.parametrize("padded", [False, True])

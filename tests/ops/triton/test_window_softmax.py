@@ -162,14 +162,19 @@ from hf_linattn.ops.window import triton as window_softmax
 
 memory = {}
 HEADS = ("query", "key", "value", "out", "rest", "before", "grad", "d_query", "d_key", "d_value", "d_before")
-flags = {"CAUSAL": True, "BEGINS": True, "ENDS": False, "SINKS": 16, "SPLIT": True}
+FLAGS = {"CAUSAL": True, "BEGINS": True, "ENDS": False, "SINKS": 16, "SPLIT": True}
+PROMPT = {"ENDS": True, "SPLIT": False, **dict.fromkeys(("STARTS", "BESIDE", "FAR", "DECAYED", "GATED"), True)}
 numbers = ("batch", "head", "token", "heads", "groups", "length", "window", "sinks", "begun", "rows")
-for name in ("attend_window", "reverse_window_queries", "reverse_window_keys"):
+for name, flags in (
+    ("attend_window", FLAGS), ("attend_window", FLAGS | PROMPT), ("reverse_window_queries", FLAGS),
+    ("reverse_window_keys", FLAGS),
+):
     kernel = getattr(window_kernels, name)
+    flags = dict.fromkeys(PROMPT, False) | flags if name == "attend_window" else flags
     for size, dtype in ((64, torch.float32), (128, torch.float32), (128, torch.bfloat16), (256, torch.bfloat16)):
         heads = torch.empty(1, size, dtype=dtype)
         kinds = dict.fromkeys(HEADS, "*bf16" if dtype == torch.bfloat16 else "*fp32")
-        kinds |= {"ends": "*i64", "scaling": "fp32"}
+        kinds |= {"starts": "*i64", "ends": "*i64", "scaling": "fp32"}
         sizes = {**window_softmax.sizes_for(kernel, heads, heads, window=64), **flags}
         def kind(name):
             return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
@@ -187,7 +192,7 @@ for name in ("attend_window", "reverse_window_queries", "reverse_window_keys"):
             constants = {x: own[x] for x in kernel.arg_names if x in own}
             source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            memory[f"{name} {size} {dtype} {capability} {label}"] = compiled.metadata.shared
+            memory[f"{name} {flags['ENDS']} {size} {dtype} {capability} {label}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """
 
@@ -198,5 +203,5 @@ def test_kernels_compile_for_gpus_and_fit_their_shared_memory():
     done = run(PROGRAM, "all")
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)
-    assert len(memory) == 30
+    assert len(memory) == 40
     assert all(0 < size <= 99 * 1024 for size in memory.values()), memory

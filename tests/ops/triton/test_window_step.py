@@ -60,7 +60,7 @@ def heads_of(kind: torch.dtype) -> list[Tensor]:
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16])
 @pytest.mark.parametrize("prompt", [1, 7])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", ["", "left", "right"])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_steps_behind_a_prompt_are_the_formula(case, padded, prompt, kind):
@@ -68,7 +68,8 @@ def test_steps_behind_a_prompt_are_the_formula(case, padded, prompt, kind):
     use_backend(mechanism, "triton")
     real = torch.ones(BATCH, LENGTH, dtype=torch.bool)
     if padded:
-        real[1, : prompt // 2 + (prompt == 1)] = False
+        pads = prompt // 2 + (prompt == 1)
+        real[1, slice(pads) if padded == "left" else slice(prompt - pads, prompt)] = False
     parts = [x.split([prompt, *[1] * (LENGTH - prompt)], 2) for x in heads]
     outputs, state = [], None
     for i, part in enumerate(zip(*parts, strict=True)):
@@ -79,8 +80,9 @@ def test_steps_behind_a_prompt_are_the_formula(case, padded, prompt, kind):
     wide.load_state_dict(mechanism.state_dict())
     query, key, value = (x.double() for x in heads)
     want = wide.attention_matrix(query, key, real) @ value.repeat_interleave(HEADS // KV_HEADS, dim=1)
-    shown = real[:, None, :, None]
-    assert_close(torch.cat(outputs, 2).double() * shown, want * shown, 1e-5 if kind == torch.float32 else 4e-3)
+    shown, got = real[:, None, :, None], torch.cat(outputs, 2).double()
+    assert not got.masked_select(~shown).any()
+    assert_close(got * shown, want * shown, 1e-5 if kind == torch.float32 else 4e-3)
     assert state.length.tolist() == real.sum(1).tolist()
 
 
@@ -90,7 +92,8 @@ def test_steps_behind_a_prompt_are_the_formula(case, padded, prompt, kind):
 def test_what_is_kept_is_what_pytorch_keeps(case, length):
     """Of rows that are whole, or end earlier; and after a token more, so that either may go on after the other."""
     mechanism, heads = mechanism_of(case, torch.float32), heads_of(torch.float32)
-    for mask in (None, torch.arange(length) >= torch.tensor([[0], [length // 2]])):
+    number, half = torch.arange(length), torch.tensor([[0], [length // 2]])
+    for mask in (None, number >= half, number < half + 1, (number > half) & (number < length - 1)):
         states = []
         for backend in ("triton", "torch"):
             use_backend(mechanism, backend)
@@ -185,7 +188,7 @@ if sys.argv[1] == "once":
 for kind, size, window, sinks in WAYS:
     heads = [torch.empty(1, h, 300, size, dtype=kind) for h in (4, 2, 2)]
     ends, sink = (torch.full((1,), 300), torch.empty(4)) if sinks else (None, None)
-    state = triton_decode.keep_last(*heads[1:], sinks, sinks + window - 1, ends)
+    state = triton_decode.keep_last(*heads[1:], sinks, sinks + window - 1, ends, ends)
     triton_decode.step_attention(*(x[:, :, :1] for x in heads), state, sinks, 0.1, sink, ends)
 print(json.dumps(memory))
 """
