@@ -1,4 +1,4 @@
-"""Gradients through a state, of every parameter, and of gradients: right, or refused by name."""
+"""Gradients through a state, of every parameter, of gradients, and several at once: right, or refused by name."""
 
 from __future__ import annotations
 
@@ -108,6 +108,26 @@ def test_gradients_through_a_state_are_those_of_one_piece(case):
         found.append(torch.autograd.grad(read(mechanism, tensors).sin().sum(), tensors, materialize_grads=True))
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("case", FORMS)
+def test_several_gradients_at_once_are_those_of_each_or_refused(case, backend):
+    mechanism = case.make(torch.float32).eval()
+    use_backend(mechanism, backend)
+    heads = [x.requires_grad_() for x in case.heads(LENGTH, batch=1, dtype=torch.float32)]
+    output, vjp = torch.func.vjp(lambda *x: mechanism(*x)[0], *heads)
+    ways = torch.stack([output.sin(), output.cos()]).detach()
+    output, _ = mechanism(*heads)
+    each = [torch.autograd.grad(output, heads, way, retain_graph=True) for way in ways]
+    want = [torch.stack(x) for x in zip(*each, strict=True)]
+    torch.testing.assert_close(torch.vmap(vjp)(ways), tuple(want), rtol=1e-3, atol=1e-4)
+    try:
+        found = torch.autograd.grad(output, heads, ways, is_grads_batched=True)
+    except DerivativeError as error:
+        assert "is_grads_batched=True" in str(error) and "torch.func.jacrev" in str(error)
+    else:
+        torch.testing.assert_close(found, tuple(want), rtol=1e-3, atol=1e-4)
 
 
 TRAINED = {
