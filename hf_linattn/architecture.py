@@ -216,9 +216,9 @@ def describe_layer(
     """Read a layer's sizes off its module, else off its config; the widths of its heads off their projections."""
     config: Any = module.config
     num_heads = _first(module, config, NUM_HEADS)
-    groups = getattr(module, "num_key_value_groups", None)
-    shared_heads = num_heads // groups if groups else _first(module, config, ("num_key_value_heads",))
-    head_dim, value_dim = _head_widths(module, num_heads, shared_heads or num_heads)
+    # transformers shares keys by this field alone: what a config says of shared heads, not every model reads
+    shared_heads = num_heads // (getattr(module, "num_key_value_groups", None) or 1)
+    head_dim, value_dim = _head_widths(module, num_heads, shared_heads)
     head_dim = head_dim or _first(module, config, HEAD_DIM) or config.hidden_size // num_heads
     head_dim += getattr(module, "head_dim_padding", 0)  # zeros that Moonshine puts behind all heads
     scaling = getattr(module, "scaling", None)
@@ -228,7 +228,7 @@ def describe_layer(
     return AttentionLayer(
         index=index,
         num_heads=num_heads,
-        num_key_value_heads=shared_heads or num_heads,
+        num_key_value_heads=shared_heads,
         head_dim=head_dim,
         causal=causal_by_itself(module),
         scaling=float(scaling) if isinstance(scaling, (int, float)) else head_dim**-0.5,

@@ -134,16 +134,23 @@ def _require_even(read: Mapping[int, int]) -> None:
 def _require_static(mechanism: Mechanism, sliding: bool) -> None:
     """Refuse a mechanism that a static layer cannot hold; one with a sliding window has room for that alone."""
     parts = mechanism.parts() if isinstance(mechanism, CompositeMechanism) else [mechanism]
-    unable = next((x for x in parts if not x.static_steps or (sliding and not x.constant_state)), None)
+    unable = next((x for x in parts if not _steps_in_place(x, sliding)), None)
     if unable is None:
         return
-    reason = "looks at numbers of its state in every step" if unable.constant_state else "keeps a state that grows"
-    able = sorted(name for name in MECHANISMS.names() if MECHANISMS.get(name).static_steps)
+    room = ", and the cache has room for the layer's sliding window alone" if sliding else ""
+    grows = f"keeps a state that grows{room}"
+    reason = "looks at numbers of its state in every step" if unable.constant_state else grows
+    able = sorted(name for name in MECHANISMS.names() if _steps_in_place(MECHANISMS.get(name), sliding))
     raise UnsupportedModeError(
         f"past_key_values is a static cache, as of generate(cache_implementation='static'), and mechanism"
         f" {unable.config.mechanism!r} of layer {mechanism.layer.index} {reason}; leave cache_implementation out, or"
         f" patch the layer with one of {', '.join(able)}"
     )
+
+
+def _steps_in_place(mechanism: Mechanism | type[Mechanism], sliding: bool) -> bool:
+    """Whether a static layer can hold the state of a mechanism, or of one of that type."""
+    return mechanism.static_steps and (mechanism.constant_state or not sliding)
 
 
 def is_static_step(layer: Any, query: Tensor, mask: Tensor | None) -> bool:

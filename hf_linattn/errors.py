@@ -39,7 +39,7 @@ class UnsupportedModeError(HfLinattnError, ValueError):
 
 
 class DerivativeError(HfLinattnError, RuntimeError):
-    """A derivative of a gradient that was asked for from operations which have none."""
+    """A derivative of a gradient, or several gradients at once, from operations that have none."""
 
 
 class OperandError(HfLinattnError, ValueError):

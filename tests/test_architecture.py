@@ -38,6 +38,14 @@ def test_layers_are_described(name):
         assert (layer.device, layer.dtype) == (torch.device("cpu"), torch.float32)
 
 
+@torch.no_grad()
+def test_a_field_of_shared_heads_that_a_model_does_not_read_is_not_read_either():
+    """transformers keeps whatever a config says."""
+    model = patch_model(make_model("gpt2", num_key_value_heads=NUM_HEADS // 2), "hedgehog")
+    assert {x.layer.num_key_value_heads for x in get_mechanisms(model).values()} == {NUM_HEADS}
+    assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("model_type", LATENT)
 def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
     """Keys have a rotary part and another one beside it, of 4 and 6 numbers; values have 5."""

@@ -1,4 +1,4 @@
-"""Gradients of gradients: right to second order by PyTorch's operations, refused by those that have none."""
+"""Gradients through a state, of every parameter, of gradients, and several at once: right, or refused by name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def slope(mechanism: Mechanism, tensors: list[Tensor], create_graph: bool, real:
     return sum((x * way).sum() for x, way in zip(gradients, directions(tensors, 1), strict=True))
 
 
-def leaves(case: Case, mechanism: Mechanism, dtype: torch.dtype, rows: int) -> list[Tensor]:
-    heads = case.heads(LENGTH, batch=rows, dtype=dtype)
+def leaves(case: Case, mechanism: Mechanism, dtype: torch.dtype, rows: int, length: int = LENGTH) -> list[Tensor]:
+    heads = case.heads(length, batch=rows, dtype=dtype)
     return [*(x.requires_grad_() for x in heads), *(p for p in mechanism.parameters() if p.requires_grad)]
 
 
@@ -85,6 +85,49 @@ def test_second_derivatives_are_finite_where_rows_of_zeros_stand_for_padding(lin
     case = Case("hybrid", *ARCHITECTURE["causal"], {"window_size": 16, "num_hard_keys": 4, "linear": linear})
     found = second_derivative(case, "torch", torch.float64, real=3)
     torch.testing.assert_close(found, measured(case, real=3), rtol=1e-5, atol=1e-5)
+
+
+PIECES = [9, 1, 12, 1, 2]  # those of one token end no block
+
+
+def piecewise(mechanism: Mechanism, tensors: list[Tensor]) -> Tensor:
+    """The outputs of pieces that are read one after another."""
+    outputs, state = [], None
+    for heads in zip(*(x.split(PIECES, dim=2) for x in tensors[:3]), strict=True):
+        output, state = mechanism(*heads, state=state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2)
+
+
+@pytest.mark.parametrize("case", [x for x in FORMS if x.values[0].mode == "causal"])
+def test_gradients_through_a_state_are_those_of_one_piece(case):
+    found = []
+    for dtype, read in ((torch.float64, lambda own, tensors: own(*tensors[:3])[0]), (torch.float32, piecewise)):
+        mechanism = case.make(dtype)
+        tensors = leaves(case, mechanism, dtype, 2, sum(PIECES))
+        found.append(torch.autograd.grad(read(mechanism, tensors).sin().sum(), tensors, materialize_grads=True))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("case", FORMS)
+def test_several_gradients_at_once_are_those_of_each_or_refused(case, backend):
+    mechanism = case.make(torch.float32).eval()
+    use_backend(mechanism, backend)
+    heads = [x.requires_grad_() for x in case.heads(LENGTH, batch=1, dtype=torch.float32)]
+    output, vjp = torch.func.vjp(lambda *x: mechanism(*x)[0], *heads)
+    ways = torch.stack([output.sin(), output.cos()]).detach()
+    output, _ = mechanism(*heads)
+    each = [torch.autograd.grad(output, heads, way, retain_graph=True) for way in ways]
+    want = [torch.stack(x) for x in zip(*each, strict=True)]
+    torch.testing.assert_close(torch.vmap(vjp)(ways), tuple(want), rtol=1e-3, atol=1e-4)
+    try:
+        found = torch.autograd.grad(output, heads, ways, is_grads_batched=True)
+    except DerivativeError as error:
+        assert "is_grads_batched=True" in str(error) and "torch.func.jacrev" in str(error)
+    else:
+        torch.testing.assert_close(found, tuple(want), rtol=1e-3, atol=1e-4)
 
 
 TRAINED = {

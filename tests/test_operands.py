@@ -57,6 +57,14 @@ def test_a_misfit_is_refused_by_name(mechanism, backend):
         assert made.calls == 0, what
 
 
+@each_mechanism
+def test_a_call_without_rows_or_tokens_is_refused_by_name(mechanism):
+    made, call = make_mechanism(mechanism), make_call()
+    for nothing in (lambda x: x[:0], lambda x: x[:, :, :0]):
+        with pytest.raises(OperandError, match=r"query and key .* must have a row and a token at least"):
+            made(**{name: nothing(x) for name, x in call.items()})
+
+
 def test_a_layer_that_pools_its_keys_is_refused_by_name():
     """As those of SegFormer, whose queries are more than the keys they see."""
     layer = AttentionLayer(0, H, HKV, D, False, D**-0.5, torch.device("cpu"), torch.float32)

@@ -14,6 +14,7 @@ from transformers import CompileConfig, StaticCache
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.cache import StaticStateLayer
 from hf_linattn.errors import UnsupportedModeError
+from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import CompositeMechanism
 from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import NUM_LAYERS, make_model
@@ -207,8 +208,11 @@ def test_hard_keys_stay_in_a_static_cache(linear, compiled):
 
 def test_exact_heads_have_no_room_where_a_window_slides():
     model = make_planned("by head", "mistral")
-    with pytest.raises(UnsupportedModeError, match="'softmax' of layer 0 keeps a state that grows"):
+    why = "'softmax' of layer 0 keeps a state that grows, and the cache has room for the layer's sliding window alone"
+    with pytest.raises(UnsupportedModeError, match=why) as error:
         generate(model, *SINGLE[:1], cache_implementation="static")
+    remedies = str(error.value).partition("one of ")[2].split(", ")
+    assert "linear" in remedies and all(MECHANISMS.get(name).constant_state for name in remedies)
 
 
 def test_more_tokens_than_a_static_cache_has_room_for_are_refused():

@@ -171,6 +171,27 @@ def test_a_codebook_that_is_written_is_refused_under_a_transformation():
         torch.func.grad(lambda x: mechanism(query, x, value)[0].sum())(key)
 
 
+@pytest.mark.parametrize("mapped", ["num_kept", "pattern"])
+@torch.no_grad()
+def test_a_pattern_of_chosen_blocks_is_not_mapped_over(mapped):
+    """As of models whose weights `torch.func.stack_module_state` stacks. A pattern that keeps all blocks may be."""
+    case = Case("learned_sparse", "llama", True, {"block_size": 4, "reach": 3})
+    heads = case.heads(21, dtype=torch.float32)
+    for options in ({"top_blocks": 2}, {}):
+        mechanism = case.make(torch.float32, **options).eval()
+        own = torch.stack([getattr(mechanism, mapped)] * 2)
+
+        def attend(x: Tensor, mechanism: nn.Module = mechanism) -> Tensor:
+            return torch.func.functional_call(mechanism, {mapped: x}, heads)[0]
+
+        if mapped == "num_kept" or options:
+            with pytest.raises(UnsupportedModeError, match=r"nor torch\.func\.vmap map over"):
+                torch.vmap(attend)(own)
+            continue
+        got, want = torch.vmap(attend)(own), mechanism(*heads)[0]
+        torch.testing.assert_close(got, want.expand_as(got), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", EACH_ONCE)
 def test_mapped_and_forward_derivatives_are_right_or_refused(case):
     mechanism, heads = case.make(torch.float32).eval(), case.heads(70, dtype=torch.float32)

@@ -90,7 +90,8 @@ class FusionMechanism(CompositeMechanism):
         configs = {name: config.member_config(name, options) for name, options in members.items()}
         self.add_members(configs, dict.fromkeys(configs, layer))
         heads, size, width = layer.num_heads, config.pool_size, layer.value_dim or layer.head_dim
-        drawn = torch.randn(heads, size, width, generator=self.generator("pool"), device="cpu")
+        shape, generator = (heads, size, width), self.generator("pool")
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         self.pool_weight = nn.Parameter(drawn / math.sqrt(width))
         self.pool_bias = nn.Parameter(torch.zeros(heads, size, device="cpu"))
         self.pool_score = nn.Parameter(torch.zeros(heads, size, device="cpu"))

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError
+from ..ops.common.tracing import is_mapped
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer
@@ -86,15 +87,16 @@ class LearnedSparseMechanism(BlockSparseMechanism):
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
         blocks, distances = torch.arange(num_blocks, device="cpu")[:, None, None], self.distances()
-        if torch.compiler.is_exporting():
-            raise UnsupportedModeError(
-                "learned_sparse sees the blocks that its weights choose, which torch.export cannot record; run it"
-                " eagerly, or use another mechanism"
-            )
-        if self.num_kept == len(distances):
-            return blocks - distances
-        order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]
-        return blocks - distances[order]
+        if not torch.compiler.is_exporting() and not is_mapped(self.num_kept):
+            if self.num_kept == len(distances):
+                return blocks - distances
+            if not is_mapped(self.pattern):
+                order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]
+                return blocks - distances[order]
+        raise UnsupportedModeError(
+            "learned_sparse sees the blocks that its weights choose, which torch.export cannot record, nor"
+            " torch.func.vmap map over; run it eagerly with one set of weights, or use another mechanism"
+        )
 
     def sees(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         return self._look_up(self.kept(), query_position, key_position, False)

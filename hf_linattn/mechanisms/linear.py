@@ -193,7 +193,7 @@ class LinearMechanism(FeatureMapMechanism):
         self.takes_half = self.takes_half and not (config.self_weight or config.ridge)  # which read the heads, too
 
     def _first_log_rates(self) -> Tensor:
-        steps = torch.linspace(0, 1, self.layer.num_key_value_heads, device="cpu")
+        steps = torch.linspace(0, 1, self.layer.num_key_value_heads, dtype=torch.float32, device="cpu")
         return -math.log(SHORTEST) - steps * math.log(LONGEST / SHORTEST)
 
     @torch.no_grad()

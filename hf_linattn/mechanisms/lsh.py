@@ -109,7 +109,8 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         if config.shared_qk:
             self.limit = ExactnessLimit("attention over the keys it selects, computed naively", kernel=True)
         shape = config.num_rounds, layer.head_dim + (not config.shared_qk), config.num_buckets // 2
-        self.register_buffer("rotations", torch.randn(shape, generator=self.generator(), device="cpu"))
+        drawn = torch.randn(shape, generator=self.generator(), dtype=torch.float32, device="cpu")
+        self.register_buffer("rotations", drawn)
 
     @torch.compiler.disable  # which keys are seen is data: compiled graphs end here and begin again
     def causal_sequences(

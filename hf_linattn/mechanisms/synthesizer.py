@@ -324,7 +324,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
 
 def _gaussian(shape: tuple[int, ...], size: float, generator: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape, generator=generator, device="cpu") * size)
+    return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * size)
 
 
 def _append(old: Tensor, new: Tensor, begin: Tensor, end: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ FURTHER = {
     ("causal", "learned_sparse"): {"block_size": 8, "reach": 4, "top_blocks": 2},
     ("cross", "local"): {"window_size": 5, "keys_per_query": 1.3},
 }
+OF_THE_SEED = {"linear": {"decay": "learned"}, "synthesizer": {"max_length": 16}}
 CASES = [
     (mode, name, options)
     for mode in ARCHITECTURES
@@ -68,6 +69,18 @@ def test_parameters_and_buffers_are_made_on_a_cpu(name):
     with torch.device("meta"):
         mechanism = case.make()
     assert not any(x.is_meta for x in (*mechanism.parameters(), *mechanism.buffers()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list_mechanisms())
+def test_parameters_and_buffers_are_those_with_another_default_dtype(name, dtype):
+    mode = min(MECHANISMS.get(name).modes)
+    case = Case(name, ARCHITECTURES[mode], mode == "causal", OF_THE_SEED.get(name, {}))
+    want = case.make(dtype).state_dict()
+    with default_dtype(dtype):
+        got = case.make(dtype).state_dict()
+    digits = 1e-6 if dtype == torch.float64 else 0.0  # of numbers that were float32 before
+    torch.testing.assert_close(got, want, rtol=digits, atol=digits)
 
 
 @torch.no_grad()

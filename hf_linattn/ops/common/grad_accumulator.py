@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.cpu import zeros
+from .derivatives import one_at_a_time
 from .tracing import is_watched
 
 
@@ -124,6 +125,7 @@ class _Part(torch.autograd.Function):
         return how(whole, *place)
 
     @staticmethod
+    @one_at_a_time
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         source, how, place = ctx.to
         source.add(gradient, how, place)

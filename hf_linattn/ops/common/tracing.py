@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+GRADS_BATCHED = torch._C._dispatch_key_parse("Batched")  # of tensors that `is_grads_batched` maps over
+
 
 def is_recorded() -> bool:
     """Whether a program for other inputs is made of what runs: torch.compile, torch.export, torch.jit.trace."""
@@ -50,13 +52,20 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 def is_known(x: Tensor) -> bool:
     """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x."""
+    return not is_recorded() and not is_mapped(x)
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Whether vmap, or the one that `is_grads_batched` takes, maps over x, where nothing is recorded."""
     if is_recorded():
         return False
+    if torch._C._dispatch_keys(x).has(GRADS_BATCHED):
+        return True
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
-            return False
+            return True
         x = torch._C._functorch.get_unwrapped(x)
-    return True
+    return False
 
 
 def is_open(x: Tensor) -> bool:

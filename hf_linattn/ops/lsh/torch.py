@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedModeError
+from ..common.derivatives import one_at_a_time
 from ..common.numerics import LN_2, LOWEST
-from ..common.tracing import is_known, is_recorded, is_watched
+from ..common.tracing import is_mapped, is_watched
 from .types import Found, Lists, LshCall
 
 TILE = 32  # queries computed together
@@ -248,7 +249,7 @@ class _Tiles(NamedTuple):
 
 
 def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | None, longest: int) -> _Tiles:
-    if torch.compiler.is_exporting() or (is_watched() and not is_recorded() and not is_known(key_code)):
+    if torch.compiler.is_exporting() or is_mapped(key_code):
         raise UnsupportedModeError(
             "lsh lists keys by the buckets that their values fall into, which torch.func.vmap cannot map over and"
             " torch.export cannot record; give it one batch, run it eagerly, or use another mechanism"
@@ -301,6 +302,7 @@ class _RunAttention(torch.autograd.Function):
         return output, log_sum
 
     @staticmethod
+    @one_at_a_time
     def backward(ctx, output_grad, log_sum_grad):
         query, key, value, output, log_sum = ctx.saved_tensors
         query_grad, key_grad, value_grad = (torch.zeros_like(x) for x in (F.pad(query, (0, 0, 0, 1)), key, value))

@@ -189,12 +189,14 @@ def _check_sizes(function: str, name: str, shape: Sequence[int], form: Form, siz
 
 
 def _check_layout(function: str, name: str, shape: Sequence[int], stride: Sequence[int], form: Form) -> None:
+    if 0 in shape:  # nothing lies anywhere, and `contiguous` leaves the strides of such a tensor as they are
+        return
     pairs = [(count, step) for count, step in zip(shape, stride, strict=True) if count != 1]
     if form.layout == "rows" and shape[-1] > 1 and stride[-1] != 1:
         raise OperandError(f"{function}: the last dimension of {name!r} has stride {stride[-1]}; make it contiguous")
     dense = 1
     for count, step in reversed(pairs):
-        if form.layout == "dense" and step != dense and 0 not in shape:
+        if form.layout == "dense" and step != dense:
             raise OperandError(f"{function}: {name!r} has strides {list(stride)}; make it contiguous")
         dense *= count
     if form.written and any(step == 0 and count > 1 for count, step in pairs):

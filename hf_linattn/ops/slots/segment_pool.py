@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.derivatives import one_at_a_time
 from ..common.grad_accumulator import Source
 from ..common.numerics import LOWEST
 from ..common.precision import wide
@@ -140,6 +141,7 @@ class _ProductsWithRows(torch.autograd.Function):
         return vectors @ rows.mT
 
     @staticmethod
+    @one_at_a_time
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         vectors, rows = ctx.saved_tensors
         d_vectors = (gradient @ rows).sum_to_size(vectors.shape)
