@@ -113,7 +113,7 @@ REFUSALS: dict[str, Refusal] = {
         "`extend_positions` of a model without a table: relative biases (T5), ALiBi (Bloom), a grid of patches (ViT)",
         UnsupportedModelError,
         "no part of it ends at a length, or it is an image's",
-        "nothing is needed, but images: `interpolate_pos_encoding=True`",
+        "nothing is needed; images: `interpolate_pos_encoding=True`, where the model takes it",
     ),
     "unsplit feed-forward": Refusal(
         "`chunk_feed_forward` of a feed-forward that is no module of its own (OPT, BART) or chooses experts (Mixtral)",

@@ -8,22 +8,25 @@ of the longer one, and what differs between the two is what has to change:
 - A buffer of another shape or content (position ids, token types, causal masks, inverse frequencies) is what
   transformers' initialisation makes it.
 - A number or a name kept on a module (`num_embeddings`, `rope_type`, `attention_scaling`) is that of the longer one.
-- Rotary positions have no table: their config gets transformers' own rope parameters.
+  A number that does more than count positions, as that of DeBERTa's relative distances, is refused.
+
+Rotary positions have no table: their config gets transformers' own rope parameters. What the methods make of rows and
+rotations is in `position_methods.py`.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from . import architecture
@@ -31,8 +34,11 @@ from . import transformers_bridge as bridge
 from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
 from .config import require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
-from .pinning import own_config
+from .pinning import nested_configs, own_config
+from .position_changes import Extension, ModuleChange
+from .position_methods import KEEPING, OWN_LENGTH, ROPE_METHODS, TABLE_METHODS, UNSCALED
 from .position_tables import position_configs, served_positions
+from .reading import one_line
 from .saved_config import REGISTERING
 
 logger = logging.getLogger(__name__)
@@ -44,117 +50,11 @@ FIELDS = (
     "max_decoder_position_embeddings",
 )  # fmt: skip
 
+RELATIVE = "relative"  # in the names of numbers that distances are put into buckets by
+
+UNTURNED = "no layer that sees the whole input turns by rope parameters; leave extend_positions out"
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-def _copied(rows: Tensor, count: int) -> Tensor:
-    return rows[torch.arange(count, device=rows.device) % len(rows)]
-
-
-def _mirrored(rows: Tensor, count: int) -> Tensor:
-    return _copied(torch.cat([rows, rows.flip(0)]), count)
-
-
-def _interpolated(rows: Tensor, count: int) -> Tensor:
-    stretched = F.interpolate(rows.T[None].float(), size=count, mode="linear", align_corners=True)
-    return stretched[0].T.to(rows.dtype)
-
-
-def _linear(length: int, factor: float) -> dict[str, Any]:
-    return {"rope_type": "linear", "factor": factor}
-
-
-def _dynamic(length: int, factor: float) -> dict[str, Any]:
-    return {"rope_type": "dynamic", "factor": factor}
-
-
-def _yarn(length: int, factor: float) -> dict[str, Any]:
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-
-
-# rows [n, D] and their new number -> rows [m, D]; the first method is the default
-TABLE_METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "copy": _copied, "interpolate": _interpolated, "mirror": _mirrored,
-}  # fmt: skip
-# old length and how many times longer -> rope parameters
-ROPE_METHODS: dict[str, Callable[[int, float], dict[str, Any]]] = {
-    "yarn": _yarn, "linear": _linear, "dynamic": _dynamic,
-}  # fmt: skip
-KEEPING = ("copy", "mirror")  # the old rows are the first of the new ones
-OWN_LENGTH = ("dynamic",)  # transformers' formula reads the old length from max_position_embeddings
-UNSCALED = "sliding_attention"  # layers that see no further than their window, whatever the length
-
-
-@dataclass
-class ModuleChange:
-    """What one module gets, and after `apply` what it had."""
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    buffers: dict[str, Tensor]
-    weight: nn.Parameter | None = None
-    kept: bool = False  # whether the old rows are the first of the new weight
-    old_attributes: dict[str, Any] = field(default_factory=dict)
-    old_buffers: dict[str, Tensor] = field(default_factory=dict)
-    old_weight: nn.Parameter | None = None
-
-    def apply(self) -> None:
-        """Put the new values in place; of the old ones all are kept, as `dynamic` changes more while it runs."""
-        self.old_attributes, self.old_buffers = plain_attributes(self.module), buffers_of(self.module)
-        vars(self.module).update(self.attributes)
-        self.module._buffers.update(self.buffers)
-        if self.weight is not None:
-            self.old_weight, self.module.weight = self.module.weight, self.weight  # type: ignore[assignment]
-
-    def undo(self) -> None:
-        """Put the old values back, where the module is now; of a table that was copied, with the weights of now."""
-        vars(self.module).update(self.old_attributes)
-        for name, old in self.old_buffers.items():
-            now: Any = self.module._buffers[name]
-            self.module._buffers[name] = old.to(now.device, now.dtype)
-        if self.old_weight is not None:
-            weight: Any = self.module.weight
-            rows = weight.detach()[: len(self.old_weight)].clone() if self.kept else self.old_weight.data.to(weight)
-            self.old_weight.data = rows
-            self.module.weight = self.old_weight.requires_grad_(weight.requires_grad)
-
-
-@dataclass
-class Extension:
-    """What was done to a model, its configs and its tokenizer."""
-
-    changes: list[ModuleChange]
-    fields: list[tuple[int, str, Any]]  # which of `position_configs`, name, value before: `patch_model` copies configs
-    tokenizer: tuple[Any, Any]  # and its model_max_length before
-
-    @classmethod
-    def of(
-        cls, root: PreTrainedModel, changes: list[ModuleChange], fields: list[tuple[int, str]], tokenizer: Any
-    ) -> Extension:
-        """Remember what configs and tokenizer say now."""
-        configs = position_configs(root.config)
-        before = [(index, name, getattr(configs[index], name)) for index, name in fields]
-        return cls(changes, before, (tokenizer, getattr(tokenizer, "model_max_length", None)))
-
-    def apply(self, root: PreTrainedModel, longer: Any, max_length: int) -> None:
-        """Put the changes in place, and what the longer config says."""
-        for change in self.changes:
-            change.apply()
-        configs, new = position_configs(root.config), position_configs(longer)
-        for index, name, _ in self.fields:
-            setattr(configs[index], name, getattr(new[index], name))
-        if self.tokenizer[0] is not None:
-            self.tokenizer[0].model_max_length = max_length
-
-    def undo(self, root: PreTrainedModel) -> None:
-        """Put everything back."""
-        for change in self.changes:
-            change.undo()
-        configs, (tokenizer, length) = position_configs(root.config), self.tokenizer
-        for index, name, value in self.fields:
-            setattr(configs[index], name, value)
-        if tokenizer is not None:
-            tokenizer.model_max_length = length
 
 
 def extend_positions(model: ModelT, max_length: int, method: str | None = None, *, tokenizer: Any = None) -> ModelT:
@@ -168,14 +68,16 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
 
     Rows that serve no position, as RoBERTa's padding row and OPT's first two, stay as they are. Rotary positions get
     transformers' rope parameters, with the factor m / n: `yarn` (Peng et al. 2023), `linear` (Chen et al. 2023), or
-    `dynamic` (NTK), which turns inputs within n tokens as before, bit for bit, and under which
-    `config.max_position_embeddings` stays n, from which transformers' formula starts. Sinusoids are computed.
+    `dynamic` (NTK), which turns inputs below n tokens as before, bit for bit, and others by the longest since the last
+    of these, as transformers does. Under it `config.max_position_embeddings` stays n, from which transformers' formula
+    starts. Sinusoids are computed.
 
     The config, the buffers and the tokenizer's `model_max_length` agree with the new length, and so does what
     `save_pretrained` writes: a checkpoint that loads without this library. Train it, or `calibrate` the converted
-    model, on long inputs: the new rows were never trained there. Call it before an optimizer, PEFT or torch.compile.
-    `unpatch_model` of a model that is not patched undoes the last one, with the weights of then.
-    `patch_model(..., max_positions=...)` is a shortcut with the default method, undone with the patch.
+    model, on long inputs: the new rows were never trained there. Call it before an optimizer, PEFT or torch.compile
+    take the model. `unpatch_model` of a model that is not patched undoes it, the last one first; the rows of a table
+    are those of then, or, where it was interpolated, those of before. `patch_model(..., max_positions=...)` is a
+    shortcut with the default method, undone with the patch.
 
     Args:
         model: a transformers model, a part of one, or a wrapper around one; not patched.
@@ -186,7 +88,9 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
 
     Raises:
         OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
-        UnsupportedModelError: there is nothing to extend (relative biases, ALiBi), or it cannot be done, as it says.
+        UnsupportedModelError: there is nothing to extend (no positions, relative biases, ALiBi, a grid of patches), or
+            it cannot be done (weights on the meta device, another rope type already, a longer config that
+            transformers refuses); the message says which.
         PatchError: the model is patched; extend it before.
 
     Examples:
@@ -207,7 +111,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
     require_count("max_length", max_length)
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
     fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)
-    changes = _changes(root, blueprint(root, longer), max_length, method, rotary)
+    changes = _changes(root, _made_of(root, longer), max_length, method, rotary)
     importlib.import_module(REGISTERING)  # what saves a whole whose part this is
     own_config(model)
     extension = Extension.of(root, changes, fields, tokenizer)
@@ -251,6 +155,8 @@ def _scale_rotation(root: PreTrainedModel, longer: Any, max_length: int, method:
         _require_longer(root, max_length, length)
         parameters = copy.deepcopy(part.rope_parameters)
         scaled = [parameters] if "rope_type" in parameters else [v for k, v in parameters.items() if k != UNSCALED]
+        if not any(scaled):
+            raise _nothing(root, UNTURNED)
         for rotation in filter(None, scaled):
             if (kind := rotation.get("rope_type", "default")) != "default":
                 raise _nothing(root, f"its rope type is {kind!r} already; set config.rope_parameters yourself")
@@ -325,15 +231,27 @@ def _has(part: str) -> Callable[[PreTrainedModel], bool]:
 # why nothing of a model grows, the first that holds
 REASONS: dict[str, Callable[[PreTrainedModel], bool]] = {
     "ALiBi lowers scores by their distance, which any length has; leave extend_positions out": _has("alibi"),
-    "its biases are of relative distances, which any length has; leave extend_positions out": _has("relative"),
     "its positions are a grid of image patches; give images of another size with interpolate_pos_encoding=True": (
-        _has("patch_size")
+        lambda root: "interpolate_pos_encoding" in inspect.signature(type(root).forward).parameters
     ),
-    "no table and no buffer is as long as its config says; leave extend_positions out": lambda root: True,
+    "its positions are a grid of patches, and no text has any; leave extend_positions out": _has("patch_size"),
+    "its biases are of relative distances, which any length has; leave extend_positions out": _has("relative"),
+    "no table of positions is as long as its config says; leave extend_positions out": lambda root: True,
 }
 
 
 # -- what the longer config makes of the modules ----------------------------------------------------------------------
+
+
+def _made_of(root: PreTrainedModel, longer: Any) -> PreTrainedModel:
+    """Make the model of the longer config without memory, if transformers will load what is saved with it."""
+    try:
+        for config in position_configs(longer):
+            if hasattr(config, "validate"):  # as `save_pretrained` asks
+                config.validate()
+        return blueprint(root, longer)
+    except (StrictDataclassError, ValueError, ArithmeticError) as error:
+        raise _nothing(root, f"transformers refuses the longer config ({one_line(error)})") from error
 
 
 def _changes(
@@ -341,14 +259,19 @@ def _changes(
 ) -> list[ModuleChange]:
     """Return what has to change in each module for the model to be what the longer config makes."""
     before = blueprint(root, copy.deepcopy(root.config))
+    added, configs = _added(before.config, after.config), list(nested_configs(root.config))
     changes, learned = [], False
     for (path, old), new in zip(before.named_modules(), after.modules(), strict=True):
         kept = plain_attributes(old)
         attributes = {name: x for name, x in plain_attributes(new).items() if kept.get(name, old) != x}
+        if not rotary:
+            _require_counts(root, path, kept, attributes, added)
         grown = shapes(old) != shapes(new)
         if not attributes and not grown:
             continue
         module = _own_module(root, path)
+        if rotary and hasattr(module, "config") and not any(module.config is one for one in configs):
+            attributes["config"] = new.config  # its own, of some layers, which `dynamic` reads in every forward
         made, remade = initialised(before, path), initialised(after, path)
         change = ModuleChange(module, attributes, _new_buffers(root, path, module, made, remade))
         if grown and new._parameters:
@@ -362,9 +285,32 @@ def _changes(
             change.weight = nn.Parameter(weight, requires_grad=trains)
             change.kept = computed or chosen in KEEPING
         changes.append(change)
+    if not changes:
+        raise _nothing(root, UNTURNED)
     if method is not None and not learned and not rotary:
         _known(root, "whose positions are computed", method, ())
     return changes
+
+
+def _added(before: Any, after: Any) -> set[int]:
+    """Return by how many positions the fields of the longer config differ."""
+    pairs = zip(position_configs(before), position_configs(after), strict=True)
+    fields = [(getattr(old, name, None), getattr(new, name, None)) for old, new in pairs for name in FIELDS]
+    return {new - old for old, new in fields if isinstance(old, int) and isinstance(new, int)}
+
+
+def _require_counts(
+    root: PreTrainedModel, path: str, kept: dict[str, Any], attributes: dict[str, Any], added: set[int]
+) -> None:
+    """Raise unless the numbers that a module keeps are counts of positions, and grow as these do."""
+    for name, value in attributes.items():
+        old = kept.get(name)
+        if RELATIVE in name or old is None or value - old not in added:
+            raise _nothing(
+                root,
+                f"{path}.{name} would be {value!r} in place of {old!r}, which changes what the old lengths get; where"
+                f" its config has {name}, set it to {old!r} and load the model again",
+            )
 
 
 def _own_module(root: PreTrainedModel, path: str) -> nn.Module:
@@ -380,7 +326,7 @@ def _new_buffers(
     """Return the buffers of a module that the longer config changes."""
     new = {}
     for name, own in buffers_of(module).items():
-        if not is_made(own, made.get(name, own.new_empty(0))):
+        if name not in made or not is_made(own, made[name]):
             raise _nothing(root, f"the buffer {path}.{name} is not what its class makes it, and cannot be made longer")
         if made[name].shape != remade[name].shape or not torch.equal(made[name], remade[name]):
             new[name] = remade[name].to(own.device, own.dtype)

@@ -7,6 +7,7 @@ converted; pooling, dense layers and normalisation come from the folder as they 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,19 +31,42 @@ if TYPE_CHECKING:
 
 PACKAGE = "sentence_transformers"
 MODULES_FILE = "modules.json"
+CONFIG_FILE = "config_sentence_transformers.json"
+EMBEDDING, PAIRS = "SentenceTransformer", "CrossEncoder"  # what a folder may hold; others make no single embedding
 ENCODER = "Transformer"  # the module that holds a model of transformers
 KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize")  # modules that may follow it
 SHOWN = 40  # characters of a text in a message
 
 
 def is_sentence_model(option: str, name: str) -> bool:
-    """Return whether a folder, or a model of the Hub, is one of sentence-transformers: it has a `modules.json`."""
-    if Path(name).is_dir():
-        return (Path(name) / MODULES_FILE).is_file()
+    """Return whether a folder, or a model of the Hub, holds an embedding model of sentence-transformers.
+
+    A `CrossEncoder` of one module is none: its folder is that of a classifier of transformers.
+
+    Raises:
+        UnsupportedModelError: it holds another kind of model of sentence-transformers, such as a `SparseEncoder`.
+        CheckpointError: it cannot be read.
+    """
+    modules = _read_json(option, name, MODULES_FILE)
+    if modules is None:
+        return False
+    kind = (_read_json(option, name, CONFIG_FILE) or {}).get("model_type", EMBEDDING)
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if kind == EMBEDDING or (kind == PAIRS and kinds == [ENCODER]):
+        return kind == EMBEDDING
+    raise UnsupportedModelError(
+        f"{option}={name!r} is a {kind} of sentence-transformers with the modules {', '.join(kinds)}; give a"
+        f" {EMBEDDING}, or a {PAIRS} of one {ENCODER}, or load it yourself and call patch_model"
+    )
+
+
+def _read_json(option: str, name: str, file: str) -> Any:
+    """Return what a file of a folder, or of a model of the Hub, says; None where there is no such file."""
     from transformers.utils import cached_file
 
     with reading(option, name, "give a folder with a saved model, or the name of one on the Hub and a connection"):
-        return cached_file(name, MODULES_FILE, _raise_exceptions_for_missing_entries=False) is not None
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        return path and json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 class SentenceModel:
@@ -56,14 +80,14 @@ class SentenceModel:
 
     Raises:
         UnsupportedModelError: sentence-transformers is not installed, or a module is none of those that are known.
-        CheckpointError: the folder cannot be read, or has no `modules.json`.
+        CheckpointError: the folder cannot be read, or holds no embedding model.
     """
 
     def __init__(self, name: str, dtype: str | torch.dtype = "auto", option: str = "model_name_or_path"):
         if not is_sentence_model(option, name):
             raise CheckpointError(
-                f"{option}={name!r} has no {MODULES_FILE}, so nothing says how its states become an embedding; give a"
-                " model that sentence-transformers saved"
+                f"{option}={name!r} is no {EMBEDDING} with a {MODULES_FILE}, so nothing says how its states become an"
+                " embedding; give an embedding model that sentence-transformers saved"
             )
         if importlib.util.find_spec(PACKAGE) is None:
             raise UnsupportedModelError(

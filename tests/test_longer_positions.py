@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import AutoModel, EncoderDecoderConfig, EncoderDecoderModel, PreTrainedModel
 
 from hf_linattn import extend_positions, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import OptionError, PatchError, UnsupportedModeError, UnsupportedModelError
+from hf_linattn.errors import OptionError, PatchError, UnsupportedModeError
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.support.tiny import tiny_config
 from tests.helpers import make_tokenizer
-from tests.models import fill, make_model
+from tests.models import fill
 
 OLD, NEW = 16, 41
 SIZES: dict[str, Any] = {
@@ -33,11 +34,13 @@ LEARNED: dict[str, dict[str, Any]] = {
     "BertModel": {}, "RobertaModel": OFFSET, "XLMRobertaModel": OFFSET, "MPNetModel": OFFSET, "GPT2Model": {},
     "GPTNeoModel": {"attention_types": [[["global"], 1]], "num_layers": 1}, "OPTModel": {"ffn_dim": 48},
     "DistilBertModel": {"hidden_dim": 48, "dropout": 0.0}, "ElectraModel": {"embedding_size": 16},
+    "DebertaV2Model": {"relative_attention": True, "position_buckets": 4, "max_relative_positions": OLD},
     "AlbertModel": {"embedding_size": 16}, "BartModel": SEQ2SEQ, "BioGptModel": {}, "CLIPTextModel": {},
 }  # fmt: skip
+FSMT = {**SEQ2SEQ, "langs": ["en", "de"], "src_vocab_size": 60, "tgt_vocab_size": 60, "d_model": 32}
 COMPUTED: dict[str, dict[str, Any]] = {
     "MarianModel": {**SEQ2SEQ, "decoder_start_token_id": 2}, "XGLMModel": {"ffn_dim": 48, "num_layers": 1},
-    "GPTJModel": {"rotary_dim": 4}, "RoFormerModel": {},
+    "GPTJModel": {"rotary_dim": 4}, "RoFormerModel": {}, "FSMTModel": FSMT,
 }  # fmt: skip
 ROTARY: dict[str, dict[str, Any]] = {
     "LlamaModel": {}, "Qwen3Model": {"head_dim": 8, "num_hidden_layers": 2},
@@ -206,6 +209,69 @@ def test_what_was_trained_after_a_copy_stays_when_it_is_undone():
     assert torch.equal(model.embeddings.position_embeddings.weight, rows)
 
 
+def test_an_interpolated_table_is_undone_to_its_rows_of_before():
+    model = make("BertModel")
+    rows = model.embeddings.position_embeddings.weight.detach().clone()
+    extend_positions(model, NEW, "interpolate")
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight += 1.0
+    unpatch_model(model)
+    assert torch.equal(model.embeddings.position_embeddings.weight, rows)
+
+
+def test_a_table_in_float64_is_interpolated_in_float64():
+    model = make("BertModel").double()
+    rows = model.embeddings.position_embeddings.weight.detach().numpy()
+    new = extend_positions(model, NEW, "interpolate").embeddings.position_embeddings.weight.detach().numpy()
+    places = np.arange(NEW) * (OLD - 1) / (NEW - 1)
+    expected = np.stack([np.interp(places, np.arange(OLD), column) for column in rows.T], 1)
+    assert np.abs(new - expected).max() < 1e-13
+
+
+def test_dynamic_turns_by_the_longest_input_since_one_below_the_old_length():
+    """As transformers does; the formula (NTK) is computed by hand."""
+    model = make("LlamaModel")
+    before = {length: read(model, length) for length in (OLD - 1, OLD)}
+    extend_positions(model, NEW, "dynamic")
+    rotary, dim, factor = model.rotary_emb, 8, NEW / OLD
+    for longest, length in ((OLD, OLD), (NEW, NEW), (NEW, OLD), (NEW, OLD + 9), (OLD, OLD - 1), (OLD, OLD)):
+        after = read(model, length)
+        base = 10000.0 * (factor * longest / OLD - factor + 1) ** (dim / (dim - 2))
+        expected = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        assert torch.allclose(rotary.inv_freq.double(), expected, rtol=1e-5)
+        assert longest > OLD or torch.equal(after, before[length])
+    assert not torch.equal(extend_positions(make("LlamaModel"), NEW, "linear").rotary_emb.inv_freq, rotary.inv_freq)
+
+
+def test_a_rotation_with_a_config_of_its_own_reads_the_new_parameters():
+    """As of models whose layers have several bases."""
+    model = make("LlamaModel")
+    model.rotary_emb.config = said = copy.deepcopy(model.config)
+    before = read(model, OLD)
+    extend_positions(model, NEW, "dynamic")
+    assert torch.equal(read(model, NEW), read(extend_positions(make("LlamaModel"), NEW, "dynamic"), NEW))
+    unpatch_model(model)
+    assert model.rotary_emb.config is said and torch.equal(read(model, OLD), before)
+
+
+def test_a_model_inside_another_is_initialised_as_its_own_class_says():
+    model = fill(transformers.DPRQuestionEncoder(tiny_config(transformers.DPRConfig, **SIZES)))
+    tokens = torch.randint(4, 60, (2, NEW), generator=torch.Generator().manual_seed(0))
+    before = model(tokens[:, :OLD]).pooler_output
+    extend_positions(model, NEW)
+    assert torch.equal(model(tokens[:, :OLD]).pooler_output, before) and model(tokens).pooler_output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["XGLMModel", "FSMTModel"])
+def test_sinusoids_that_grew_as_they_were_read_are_still_computed(name):
+    """XGLM has them in a buffer, FSMT in a weight."""
+    model = make(name)
+    before = {length: read(copy.deepcopy(model), length) for length in (OLD, NEW)}
+    read(model, OLD + 4)
+    extend_positions(model, NEW)
+    assert all(torch.equal(read(model, length), states) for length, states in before.items())
+
+
 def test_one_extension_after_another_is_undone_by_one_call_each():
     model = make("RobertaModel")
     extend_positions(extend_positions(model, 20), 30)
@@ -221,46 +287,6 @@ def test_a_longer_input_is_refused_by_length_table_and_remedy():
     model = patch_model(make("BertModel"), "linear")
     with pytest.raises(UnsupportedModeError, match=rf"{NEW}, but BertModel.*embeddings holds {OLD}.*extend_positions"):
         read(model, NEW)
-
-
-@pytest.mark.parametrize(
-    "name, options, reason",
-    [
-        ("t5", {}, "relative distances"), ("bloom", {}, "ALiBi"), ("vit", {}, "grid of image patches"),
-        ("mamba", {}, "no table"), ("deberta-v2", {"relative_attention": True}, "rel_embeddings"),
-    ],
-)  # fmt: skip
-def test_what_has_no_table_is_refused_with_the_reason(name, options, reason):
-    model = AutoModel.from_config(tiny_config(transformers.CONFIG_MAPPING[name], **options))
-    with pytest.raises(UnsupportedModelError, match=reason):
-        extend_positions(model, 5000)
-
-
-@pytest.mark.parametrize(
-    "name, length, method, message",
-    [
-        ("BertModel", OLD, None, f"max_length must be above {OLD}, the positions that BertModel has.*, got {OLD}"),
-        ("RobertaModel", OLD, None, f"must be above {OLD}"), ("BertModel", 0, None, "max_length must be an integer"),
-        ("LlamaModel", 3, None, f"must be above {OLD}"),
-        ("BertModel", NEW, "yarn", "method must be one of copy, interpolate, mirror for BertModel.*got 'yarn'"),
-        ("LlamaModel", NEW, "copy", "method must be one of yarn, linear, dynamic for LlamaModel.*got 'copy'"),
-        ("MarianModel", NEW, "copy", "method must be left out for MarianModel.*got 'copy'"),
-    ],
-)  # fmt: skip
-def test_lengths_and_methods_that_do_not_fit_are_refused_and_nothing_changes(name, length, method, message):
-    model, tokenizer = make(name), make_tokenizer()
-    before, said = read(model, 8), (model.config.to_dict(), tokenizer.model_max_length)
-    with pytest.raises(OptionError, match=message):
-        extend_positions(model, length, method, tokenizer=tokenizer)
-    assert torch.equal(read(model, 8), before) and (model.config.to_dict(), tokenizer.model_max_length) == said
-
-
-def test_a_patched_model_and_a_rope_type_of_its_own_are_refused():
-    with pytest.raises(PatchError, match="is patched"):
-        extend_positions(patch_model(make_model("bert"), "linear"), 100)
-    model = extend_positions(make("LlamaModel"), NEW)
-    with pytest.raises(UnsupportedModelError, match="rope type is 'yarn' already"):
-        extend_positions(model, 2 * NEW)
 
 
 def make_bert2bert() -> PreTrainedModel:

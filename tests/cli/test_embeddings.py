@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 import hf_linattn
+from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.sentence_models import CONFIG_FILE, is_sentence_model
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 from tests.recipes.test_embeddings import in_windows, scores
 from tests.sentence_models import save_sentence_model
 from tests.test_cli import answer, refuse
@@ -81,3 +86,35 @@ def test_pairs_and_windows(folder):
 def test_what_does_not_fit_is_said_in_one_line(folder, file, options, message):
     said = " ".join(refuse("eval", folder / "model", folder / file, *options).split())
     assert re.search(message, said), said
+
+
+def test_a_cross_encoder_is_the_classifier_that_its_folder_holds(folder, tmp_path):
+    """Its kind is named in the folder; with a pooling of sentence-transformers' own it would make embeddings, too."""
+    make_model("bert", "ForSequenceClassification", std=0.4, num_labels=1).save_pretrained(tmp_path / "head")
+    make_tokenizer().save_pretrained(tmp_path / "head")
+    judge = CrossEncoder(str(tmp_path / "head"), device="cpu")
+    judge.save_pretrained(str(tmp_path / "model"), create_model_card=False)
+    assert (tmp_path / "model" / "modules.json").is_file() and not is_sentence_model("model", str(tmp_path / "model"))
+    rows = [{"text": text, "title": f"w{5 + i}", "label": i / 4} for i, text in enumerate(TEXTS)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = tmp_path / "rows.jsonl", "--text_pair_column", "title", "--json"
+    found, plain = (json.loads(answer("eval", tmp_path / name, *options)) for name in ("model", "head"))
+    assert found.pop("model") != plain.pop("model") and found == plain and "pearson" in found
+    answer("convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear")
+    converted, pairs = CrossEncoder(str(tmp_path / "out"), device="cpu"), [(TEXTS[4], "w7"), (TEXTS[3], "w6 w8")]
+    hf_linattn.patch_model(judge, "linear")
+    assert hf_linattn.is_patched(converted)
+    assert converted.predict(pairs) == pytest.approx(judge.predict(pairs), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["SparseEncoder", "ColBERT", "CrossEncoder"])
+def test_other_kinds_of_sentence_transformers_are_refused_by_name(folder, tmp_path, kind):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    said = json.loads((tmp_path / "model" / CONFIG_FILE).read_text())
+    (tmp_path / "model" / CONFIG_FILE).write_text(json.dumps(said | {"model_type": kind}))
+    with pytest.raises(UnsupportedModelError, match=f"is a {kind} .* modules Transformer, Pooling, Normalize; give"):
+        is_sentence_model("model", str(tmp_path / "model"))
+    assert f"is a {kind} of sentence-transformers" in " ".join(
+        refuse("convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear").split()
+    )
+    assert not (tmp_path / "out").exists()

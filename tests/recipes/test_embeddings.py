@@ -252,7 +252,7 @@ def test_texts_that_measure_nothing_are_refused(material, tmp_path, texts, messa
 def test_other_models_and_modules_are_refused_by_name(material, tmp_path, monkeypatch):
     make_model("bert", "Model").save_pretrained(tmp_path / "bare")
     make_tokenizer().save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match=r"has no modules\.json"):
+    with pytest.raises(CheckpointError, match=r"is no SentenceTransformer with a modules\.json"):
         SentenceModel(str(tmp_path / "bare"))
     with pytest.raises(UnsupportedModelError, match=r"embeddings \(a folder with modules\.json\)"):
         distill(material, tmp_path / "out", model_name_or_path=str(tmp_path / "bare"))
