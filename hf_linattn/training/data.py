@@ -269,6 +269,7 @@ def text_of(
     """Keep the columns of texts and labels alone, as ``text``, ``text_pair`` and ``label``, and the rows with text."""
     kinds = ("a list",) if conversations else STRINGS
     wanted = "conversations, lists of turns" if conversations else "strings"
+    _check_apart(text_column=text_column, text_pair_column=pair_column, label_column=label_column)
     columns = {"text": _column(split, dataset, ("text_column", text_column), kinds, wanted)}
     if pair_column is not None:
         columns["text_pair"] = _column(split, dataset, ("text_pair_column", pair_column), STRINGS, "strings")
@@ -281,6 +282,16 @@ def text_of(
     if not len(dataset):
         raise DataError(f"the {split} split holds no text in column {text_column!r}")
     return dataset
+
+
+def _check_apart(**options: str | None) -> None:
+    """Raise `DataError` if two options name one column."""
+    named: dict[str, str] = {}
+    for name, column in options.items():
+        if column in named:
+            raise DataError(f"{named[column]} and {name} are both {column!r}; name another column in one of them")
+        if column is not None:
+            named[column] = name
 
 
 def _column(

@@ -19,6 +19,7 @@ from hf_linattn.training.data import (
     is_held_out,
     load_file,
     load_text_splits,
+    text_splits,
     tokenize_and_pack,
 )
 
@@ -251,6 +252,22 @@ def test_bad_files_raise_data_errors(tmp_path, name, content, options, message):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load_text_splits(train_file=path, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_column": "text"}, "text_column and label_column are both 'text'; name another column in one"),
+        ({"pair_column": "text"}, "text_column and text_pair_column are both 'text'"),
+        ({"label_column": "name", "pair_column": "name"}, "text_pair_column and label_column are both 'name'"),
+    ],
+)
+def test_a_column_in_two_roles_is_refused(options, message):
+    rows = Dataset.from_dict({"text": ["one", "two"] * 6, "name": ["a", "b"] * 6})
+    with pytest.raises(DataError, match=message):
+        text_splits({"train": rows}, **options)
+    swapped = text_splits({"train": rows}, "name", "text")["test"]
+    assert set(swapped["text"]) <= {"a", "b"} and set(swapped["label"]) <= {"one", "two"}
 
 
 def test_a_held_out_file_alone_cannot_train(tmp_path):
