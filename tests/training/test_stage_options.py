@@ -33,6 +33,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
     ("flags", "message"),
     [
         ("--num_train_epochs 5", "num_train_epochs=5.0: the length of a run is given by .*; leave it out"),
+        ("--num-train-epochs=3", "num_train_epochs=3.0: the length of a run is given by .*; leave it out"),
         ("--auto_find_batch_size True", "auto_find_batch_size=True: .* give per_device_train_batch_size"),
         ("--enable_jit_checkpoint True", "enable_jit_checkpoint=True"),
         ("--save_only_model True", "save_only_model=True"),
