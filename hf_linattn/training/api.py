@@ -16,6 +16,7 @@ from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
+from hf_linattn.training.data import IN_MEMORY
 from hf_linattn.training.pipeline import carry_out
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import RunPrice, price_of
@@ -101,7 +102,6 @@ class Lengthen(StageOptions):
     names = {"tokens": "long_tokens", "block_size": "long_block_size", "learning_rate": "long_learning_rate"}
 
 
-IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 WEIGHTS = {"kl_weight": 1.0, "ce_weight": 0.0}  # of a model that predicts
 ORDER = (Calibrate, Align, Distill, Lengthen)
 
