@@ -53,7 +53,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", 
 
 def root_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside any wrapper (PEFT, torch.compile, DDP ...)."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader sees the old file or the new one, never half of one."""
+"""Atomic file writes: a reader sees the old file or the new one, never half of one. Where files can be written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def is_writable(folder: Path) -> bool:
+    """Return whether a folder can be written to, or one that is not there yet be made."""
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> Path:

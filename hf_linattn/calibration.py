@@ -18,12 +18,14 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, progress_bar, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, require_tensors, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
 
 logger = logging.getLogger(__name__)
+
+OR_TEXTS = "give texts with tokenizer=..., or batches made with return_tensors='pt'"
 
 
 def calibrate(
@@ -104,7 +106,7 @@ def _fit(
 
     with intercept_attention(mechanisms, fits):
         for batch in batches:
-            require_tensors(batch)
+            require_tensors(model, batch, OR_TEXTS)
             show(batch)
             read.append(batch)
     if not read:
@@ -124,15 +126,6 @@ def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -
     from .calibration_rows import calibration_batches
 
     return calibration_batches(root_model(model), tokenizer, texts)
-
-
-def require_tensors(batch: Any) -> None:
-    """Raise `OptionError` unless a batch is what a model takes."""
-    remedy = "give texts with tokenizer=..., or batches made with return_tensors='pt'"
-    if not isinstance(batch, Mapping):
-        raise OptionError(f"batches must hold dicts of tensors, got {type(batch).__name__}; {remedy}")
-    if lists := [name for name, value in batch.items() if isinstance(value, list)]:
-        raise OptionError(f"batches must hold dicts of tensors, got {lists[0]!r} as a list; {remedy}")
 
 
 class _Fit:

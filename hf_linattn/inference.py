@@ -12,10 +12,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from . import architecture
+from .config import require
+from .errors import OptionError
+
+MADE_AS = "give batches made with return_tensors='pt'"
+OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}  # pictures have ids of their own
 
 
 @contextmanager
@@ -69,6 +74,26 @@ def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Keep the options that the model's forward names."""
     parameters = inspect.signature(architecture.root_model(model).forward).parameters
     return {name: value for name, value in options.items() if name in parameters}
+
+
+def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None:
+    """Raise `OptionError`, which ends in a remedy, unless a batch is what a model takes, in rows of its tokens."""
+    if not isinstance(batch, Mapping):
+        raise OptionError(f"batches must hold dicts of tensors, got {type(batch).__name__}; {remedy}")
+    if lists := [name for name, value in batch.items() if isinstance(value, list)]:
+        raise OptionError(f"batches must hold dicts of tensors, got {lists[0]!r} as a list; {remedy}")
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor):
+        return
+    shape = list(ids.shape)
+    require("input_ids of batches", shape, len(shape) > 1 and ids.numel() > 0, "[rows, tokens], at least one of each")
+    if isinstance(mask, Tensor) and mask.dim() == ids.dim():
+        require("attention_mask of batches", list(mask.shape), mask.shape == ids.shape, f"{shape}, as input_ids are")
+    size = getattr(architecture.root_model(model).config.get_text_config(), "vocab_size", None)
+    if isinstance(size, int) and batch.keys() <= OF_TEXT and (largest := int(ids.max())) >= size:
+        raise OptionError(
+            f"batches hold token {largest}, which is beyond the {size} of the model; make them with its own tokenizer"
+        )
 
 
 def padding_token(model: nn.Module, tokenizer: Any) -> int:

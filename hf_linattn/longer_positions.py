@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from . import architecture
 from . import transformers_bridge as bridge
 from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
-from .config import require_count
+from .config import require, require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
 from .pinning import nested_configs, own_config
 from .position_changes import Extension, ModuleChange
@@ -83,8 +83,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
         model: a transformers model, a part of one, or a wrapper around one; not patched.
         max_length: tokens of the longest input.
         method: copy (default), mirror or interpolate for learned tables; yarn (default), linear or dynamic for rotary
-            positions; None alone for sinusoids.
-        tokenizer: its `model_max_length` is set, if given.
+            positions; None alone for sinusoids. tokenizer: its `model_max_length` is set, if given.
 
     Raises:
         OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
@@ -109,6 +108,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
             " unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
         )
     require_count("max_length", max_length)
+    require("tokenizer", tokenizer, tokenizer is None or hasattr(tokenizer, "model_max_length"), "a tokenizer or None")
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
     fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)
     changes = _changes(root, _made_of(root, longer), max_length, method, rotary)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
-from .inference import accepted, evaluation_mode, progress_bar, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, require_tensors, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
@@ -56,6 +56,7 @@ def layer_sensitivity(
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
         for number, batch in enumerate(progress_bar(batches, desc="layer sensitivity", progress=progress)):
+            require_tensors(model, batch)
             inputs = without_labels(batch) | accepted(model, use_cache=False)
             original = _predict(model, inputs, {})
             real = real_tokens(inputs, original)

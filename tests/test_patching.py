@@ -192,9 +192,11 @@ def test_a_model_without_reachable_attention_is_named_with_the_reason(name):
     before.assert_kept(model)
 
 
-def test_something_else_than_a_transformers_model_is_refused():
-    with pytest.raises(UnsupportedModelError, match=r"PreTrainedModel .*got Linear"):
-        patch_model(torch.nn.Linear(2, 2), "performer")
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), "gpt2", None], ids=lambda given: type(given).__name__)
+def test_something_else_than_a_transformers_model_is_refused(given):
+    for take in (lambda: patch_model(given, "performer"), lambda: is_patched(given), lambda: get_mechanisms(given)):
+        with pytest.raises(UnsupportedModelError, match=rf"PreTrainedModel .*got {type(given).__name__}"):
+            take()
 
 
 @pytest.mark.parametrize(("name", "mode", "missing"), [("bert", "causal", "bidirectional"),

@@ -98,6 +98,15 @@ def test_lengths_and_methods_that_do_not_fit_are_refused_and_nothing_changes(nam
     assert torch.equal(read(model, 8), before) and (model.config.to_dict(), tokenizer.model_max_length) == said
 
 
+@pytest.mark.parametrize("name", ["BertModel", "LlamaModel"])
+def test_what_is_no_tokenizer_is_refused_before_anything_is_longer(name):
+    model = make(name)
+    before, said = read(model, 8), model.config.to_dict()
+    with pytest.raises(OptionError, match="tokenizer must be a tokenizer or None, got 'bert-base-uncased'"):
+        extend_positions(model, NEW, tokenizer="bert-base-uncased")
+    assert torch.equal(read(model, 8), before) and model.config.to_dict() == said
+
+
 def test_a_patched_model_and_a_rope_type_of_its_own_are_refused():
     with pytest.raises(PatchError, match="is patched"):
         extend_positions(patch_model(make_model("bert"), "linear"), 100)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..atomic_io import write_json
+from ..atomic_io import is_writable, write_json
 from ..command_errors import exit_with_one_line
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
@@ -142,12 +142,6 @@ def check_writable(option: str, file: Path | None) -> None:
         return
     fits = not os.path.isdir(file) and is_writable(file.parent)
     require(option, str(file), fits, "the path of a file, in a folder that can be written to")
-
-
-def is_writable(folder: Path) -> bool:
-    """Return whether a folder can be written to, or one that is not there yet be made."""
-    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
-    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _write(document: Any, file: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..atomic_io import is_writable
 from ..config import require, require_known
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
@@ -21,7 +22,6 @@ from .choosing import PlanRequest, choice, in_words, save_beside
 from .common import (
     DTYPES,
     check_calibration_tokens,
-    is_writable,
     load,
     note,
     read_texts,

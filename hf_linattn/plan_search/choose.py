@@ -33,6 +33,7 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
+from ..inference import require_tensors
 from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
@@ -107,7 +108,9 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
-    config, texts = read_replacement(replace, unit), list(batches or ())
+    config, texts = read_replacement(replace, unit), [] if batches is None else list(batches)
+    for batch in texts:
+        require_tensors(model, batch)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
     with gated(model, config, unit) as gates, torch.no_grad():
@@ -149,6 +152,7 @@ def read_replacement(replace: str | MechanismConfig | Mapping[str, Any], unit: s
         config = make_config(replace, {})
     else:
         single = isinstance(replace, Mapping) and len(replace) == 1
+        single = single and all(isinstance(options, Mapping | None) for options in replace.values())
         require("replace", replace, single, 'a name, a mechanism config, or {"streaming": {"window_size": 128}}')
         (entry,) = read_entries({name: dict(value or {}) for name, value in replace.items()}, ("heads",))
         config = make_config(entry.mechanism, entry.options)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from ..config import LARGEST_SEED, require, require_count, require_finite
 from ..errors import OptionError, did_you_mean
 from .gates import Gates
+
+SEVERAL = {"lengths": "number of tokens", "tasks": "kind of prompts", "prompts": "prompt"}
 
 
 class Signal(ABC):
@@ -87,20 +90,23 @@ class SearchOptions:
     def __post_init__(self) -> None:
         for name in ("num_prompts", "rounds", "steps"):
             require_count(name, getattr(self, name))
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        require("seed", self.seed, whole and 0 <= self.seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
-        lengths = self.lengths
-        require("lengths", lengths, lengths is None or len(lengths) > 0, "at least one number of tokens")
-        for length in lengths or ():
+        seed, rate = self.seed, self.learning_rate
+        require("seed", seed, _is(int, seed) and 0 <= seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
+        require("learning_rate", rate, _is(int | float, rate) and 0 < rate < math.inf, "above 0, and finite")
+        for name, expected in SEVERAL.items():
+            given = getattr(self, name)
+            several = isinstance(given, Collection) and not isinstance(given, str) and len(given) > 0
+            require(name, given, given is None or several, f"at least one {expected}, in a list")
+        for length in self.lengths or ():
             require_count("lengths", length)
-        require("tasks", self.tasks, self.tasks is None or len(self.tasks) > 0, "at least one kind of prompts")
-        require("prompts", self.prompts, self.prompts is None or len(self.prompts) > 0, "at least one prompt")
-        require("learning_rate", self.learning_rate, self.learning_rate > 0, "above 0")
+        for prompt in self.prompts or ():
+            fits = all(hasattr(prompt, name) for name in ("task", "length", "prompt_ids", "answer_ids"))
+            require("prompts", prompt, fits, "what make_prompts makes, or objects with the same fields")
         both = (self.state_bytes is None) == (self.length is None)
         require("length", self.length, both, "given with state_bytes, and only so")
         for name in ("state_bytes", "length"):
-            if getattr(self, name) is not None:
-                require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+            given = getattr(self, name)
+            require(name, given, given is None or (_is(int, given) and given >= 1), "an integer >= 1")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SearchOptions:
@@ -116,6 +122,11 @@ class SearchOptions:
         left_out = ("seed", "prompts", "haystack", "progress")
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         return {name: list(x) if isinstance(x, list | tuple) else x for name, x in found.items()}
+
+
+def _is(kind: Any, value: object) -> bool:
+    """Return whether a value is a number of a kind; booleans are not."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def row_lengths(scores: Tensor) -> Tensor:

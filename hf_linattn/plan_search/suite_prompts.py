@@ -28,6 +28,12 @@ def prompts_for(gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options
     """
     root, given = root_model(gates.model), options.prompts
     limit, name = _positions(root), "lengths" if given is None else "prompts"
+    longest = max(options.lengths or (0,)) if given is None else 0
+    if limit is not None and longest > limit:  # said before minutes go into writing them
+        raise OptionError(
+            f"lengths: prompts of {longest} tokens are asked for, and {type(root).__name__} has {limit} positions;"
+            " give shorter lengths"
+        )
     prompts = list(given) if given is not None else _suite(tokenizer, options, limit, gates.window)
     for prompt in prompts:
         length = len(prompt.prompt_ids) + len(prompt.answer_ids)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, TaskType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,14 +29,16 @@ from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
 from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_json, write_whole
+from hf_linattn.config import require_count
 from hf_linattn.errors import CheckpointError, PatchError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.position_tables import position_tables
-from hf_linattn.reading import reading
+from hf_linattn.reading import one_line, reading
 from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.transformers_bridge import MECHANISM
 
 PREFIX = "base_model.model."  # of the names that PEFT gives tensors
+ADAPTED = BaseTunerLayer, ModulesToSaveWrapper  # what PEFT puts in the place of a module
 
 
 class AdapterType(StrEnum):
@@ -57,6 +60,8 @@ class AdapterConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_count("r", self.r)
+        require_count("max_positions", self.max_positions, optional=True)
         self.peft_type = AdapterType.LORA  # type: ignore[assignment]  # PEFT knows its own by an enumeration alone
 
 
@@ -117,8 +122,9 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
 
     Raises:
         CheckpointError: the folder cannot be read, is no adapter of this library, or belongs to another model.
-        PatchError: the model is patched otherwise.
-        HfLinattnError: as `patch_model` raises, for a model that cannot be patched so. The model is then as it was.
+        PatchError: the model is patched otherwise, or has adapters of PEFT already.
+        HfLinattnError: as `patch_model` raises, for a model that cannot be patched so. After any of these the model
+            is as it was.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -126,6 +132,11 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
         >>> model = load_adapter(model, "runs/mine/adapter")  # doctest: +SKIP
     """
+    if isinstance(model, PeftModel) or any(isinstance(part, ADAPTED) for part in model.modules()):
+        raise PatchError(
+            f"{type(model).__name__} has adapters already; give the model without them, adapted.unload() of the"
+            " PeftModel, or put this one beside them with adapted.load_adapter(path, adapter_name)"
+        )
     with reading("path", path, "give a folder that a recipe wrote with save_adapter, or its name on the Hub"):
         config = PeftConfig.from_pretrained(path)
         state = load_peft_weights(path, device="cpu")
@@ -139,11 +150,11 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
     with ExitStack() as undo:
         if patch_as(model, config):
             undo.callback(unpatch_model, model)
+        undo.callback(_take_out, model, {parameter: parameter.requires_grad for parameter in model.parameters()})
         try:
             adapted: Any = get_peft_model(model, config)
-        except ValueError as error:  # PEFT found none of the modules
-            raise _of_another(path, error) from error
-        undo.callback(adapted.unload)
+        except ValueError as error:  # PEFT found none of the modules, or one that it has no adapter for
+            raise _of_another(path, one_line(error)) from error
         known = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         if (difference := unlike(known, state)) is not None:
             raise _of_another(path, difference)
@@ -153,7 +164,18 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
     return adapted.train(is_trainable)
 
 
-def _of_another(path: str | os.PathLike[str], reason: object) -> CheckpointError:
+def _take_out(model: nn.Module, trained: Mapping[nn.Parameter, bool]) -> None:
+    """Undo what `get_peft_model` did, or what it did before it failed; trained: which parameters were to be."""
+    for name, part in list(model.named_modules()):
+        if isinstance(part, ADAPTED):
+            own = part.original_module if isinstance(part, ModulesToSaveWrapper) else part.get_base_layer()
+            model.set_submodule(name, own)
+    vars(model).pop("peft_config", None)
+    for parameter, wanted in trained.items():
+        parameter.requires_grad_(wanted)
+
+
+def _of_another(path: str | os.PathLike[str], reason: str) -> CheckpointError:
     return CheckpointError(f"path={str(path)!r} belongs to another model: {reason}; give the one it was trained on")
 
 

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 from datasets import Dataset, DatasetDict
 
-from hf_linattn.config import require_count
+from hf_linattn.config import require, require_count
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.plan import Plan, plan_as_data
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
 from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
+from hf_linattn.training.data import IN_MEMORY
 from hf_linattn.training.pipeline import carry_out
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import RunPrice, price_of
@@ -113,8 +114,8 @@ class Lengthen(StageOptions):
     names = {"tokens": "long_tokens", "block_size": "long_block_size", "learning_rate": "long_learning_rate"}
 
 
-IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 WEIGHTS = {"kl_weight": 1.0, "ce_weight": 0.0}  # of a model that predicts
+FOLDER = "a folder for the results"
 ORDER = (Calibrate, Align, Distill, Lengthen)
 
 
@@ -140,7 +141,8 @@ class Recipe:
             if (file := options.get(name)) is not None:
                 raise OptionError(f"{name}={file!r}: data sets are given in memory here; load it and give {argument}=")
         converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": plan_as_data(plan)}
-        named = {"model_name_or_path": os.fspath(model), "output_dir": os.fspath(output_dir), **converted, **options}
+        named = {"model_name_or_path": name_of(model), "output_dir": path_of("output_dir", output_dir, FOLDER)}
+        named |= converted | options
         known = {f.name for kind in self.kinds for f in fields(kind) if f.init}
         self._flags = flags_of(named, known)
         self.arguments = parse_arguments(self._flags, self.kinds)
@@ -230,7 +232,7 @@ class Distillation(Recipe):
     ):
         check_order(stages)
         named: dict[str, Any] = {"max_train_tokens": sum(stage.tokens for stage in stages)}
-        if not is_sentence_model("model", os.fspath(model)):
+        if not is_sentence_model("model", name_of(model)):
             named |= WEIGHTS
         for stage in stages:
             named |= stage.options()
@@ -244,6 +246,7 @@ class Distillation(Recipe):
 
 def check_order(stages: Sequence[StageOptions]) -> None:
     """Raise `OptionError` unless stages are of the known kinds, in their order, each once, with `Distill`."""
+    require("stages", stages, isinstance(stages, Sequence), "a list, such as [Distill(1_000_000)]")
     kinds = [type(stage) for stage in stages]
     known = all(kind in ORDER for kind in kinds)
     places = [ORDER.index(kind) for kind in kinds] if known else []
@@ -252,6 +255,18 @@ def check_order(stages: Sequence[StageOptions]) -> None:
             f"stages={[kind.__name__ for kind in kinds]}: give {', '.join(kind.__name__ for kind in ORDER)} in this"
             " order, each at most once, and Distill"
         )
+
+
+def name_of(model: str | os.PathLike[str]) -> str:
+    """Return the folder or the name of the original; `OptionError` for a model in memory, or something else."""
+    return path_of("model", model, "the folder or the name of the original, which is loaded several times")
+
+
+def path_of(name: str, value: str | os.PathLike[str], expected: str) -> str:
+    """Return an argument as a string; `OptionError` unless it is one or a path."""
+    fits = isinstance(value, str | os.PathLike)
+    require(name, value if fits else type(value), fits, expected)
+    return os.fspath(value)
 
 
 def check_in_memory(argument: str, split: str, dataset: Dataset | None) -> None:

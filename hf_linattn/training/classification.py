@@ -80,7 +80,7 @@ class SequenceClassification(Task):
                 chosen = chosen.shuffle(seed=0)
             rows[name] = self.encode(chosen.select(range(count)), encoder, config, name)
             more = "" if limit is None else f", or raise max_{name}_tokens"
-            remedy = f"give texts of the others in {name}_file{more}"
+            remedy = f"give texts of the others in this split{more}"
             check_several(name, rows[name]["labels"][:], remedy)
         if "test" in splits:  # now, and not after hours
             test = self.encode(data.tested(splits["test"]), encoder, config, "test")

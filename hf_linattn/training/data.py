@@ -30,6 +30,8 @@ from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.file_types import FILE_BUILDERS
 
+# by the option that names the file of a split: the argument that gives it in Python
+IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 HELD_OUT_SHARE = 0.05
 STRINGS = ("string", "large_string")
 CLASSES = (*STRINGS, "int")
@@ -131,7 +133,7 @@ def text_splits(
     With a `pair_column` there is a column `text_pair`, a second text. `label_kinds`: what labels may be.
     """
     if "train" not in splits:
-        raise DataError(f"no training split: got {sorted(splits)}; give train_file or a dataset with a train split")
+        raise DataError(f"no training split: got {sorted(splits)}; {_give('train')}, or a data set with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
     columns = text_column, label_column, pair_column, conversations, label_kinds
     texts = {split: text_of(split, dataset, *columns) for split, dataset in kept.items()}
@@ -268,6 +270,7 @@ def text_of(
     """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text."""
     kinds = ("a list",) if conversations else STRINGS
     wanted = "conversations, lists of turns" if conversations else "strings"
+    _check_apart(text_column=text_column, text_pair_column=pair_column, label_column=label_column)
     columns = {"text": _column(split, dataset, ("text_column", text_column), kinds, wanted)}
     if pair_column is not None:
         columns["text_pair"] = _column(split, dataset, ("text_pair_column", pair_column), STRINGS, "strings")
@@ -280,6 +283,16 @@ def text_of(
     if not len(dataset):
         raise DataError(f"the {split} split holds no text in column {text_column!r}")
     return dataset
+
+
+def _check_apart(**options: str | None) -> None:
+    """Raise `DataError` if two options name one column."""
+    named: dict[str, str] = {}
+    for name, column in options.items():
+        if column in named:
+            raise DataError(f"{named[column]} and {name} are both {column!r}; name another column in one of them")
+        if column is not None:
+            named[column] = name
 
 
 def _column(
@@ -311,9 +324,16 @@ def _cut_off(train: Dataset, split: str) -> tuple[Dataset, Dataset]:
     whole = max(texts, key=len) if plain else ""
     cut = whole.rfind("\n", 0, int(len(whole) * (1 - HELD_OUT_SHARE))) + 1
     if not cut:
-        raise DataError(f"{split}_file=None and {len(train)} training document(s) to cut it from; give {split}_file")
+        raise DataError(
+            f"no {split} split, and {len(train)} training document(s) to cut it from; {_give(split)}, or more of these"
+        )
     texts[texts.index(whole)] = whole[:cut]
     return Dataset.from_dict({"text": texts}), Dataset.from_dict({"text": [whole[cut:]]})
+
+
+def _give(split: str) -> str:
+    """Return the remedy for a split that is missing, of a recipe's command line and from Python."""
+    return f"give {split}_file, from Python {IN_MEMORY[f'{split}_file']}"
 
 
 def _tokenize(

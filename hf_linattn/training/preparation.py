@@ -59,6 +59,8 @@ def prepare(
         program, argv: how the run was started, for the report and for the command of a control that is missing.
     """
     model_options, data_options, recipe_options, training, distillation = arguments
+    directory = RunDirectory(training.output_dir or "", training)
+    directory.check(recipe_options.overwrite_output_dir, training.resume_from_checkpoint is not None)
     model, task = load_task(model_options.model_name_or_path or "", model_options.dtype)
     if is_patched(model):
         raise OptionError(
@@ -87,7 +89,7 @@ def prepare(
     run = TrainingRun(
         arguments=arguments,
         command=f"{program} {shlex.join(argv)}",
-        directory=RunDirectory(training.output_dir or "", training),
+        directory=directory,
         tokenizer=tokenizer,
         task=task,
         splits=splits,

@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.atomic_io import write_json
+from hf_linattn.atomic_io import is_writable, write_json
+from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
 from hf_linattn.training.same_run import DIGESTS, SCORED, difference, told_difference
@@ -31,28 +33,41 @@ class RunDirectory:
         self.path = Path(path)
         self.training = training
 
+    def check(self, overwrite: bool = False, resume: bool = False) -> None:
+        """Raise what `open` raises of the folder alone, and write nothing."""
+        fits = not self.training.should_save or is_writable(self.path)
+        require("output_dir", str(self.path), fits, "the path of a folder that can be made and written to")
+        if overwrite or self.finished(RECIPE) is not None:
+            return
+        if resume:
+            raise CheckpointError(
+                f"resume_from_checkpoint: {str(self.path)!r} holds no run of this recipe; leave it out"
+            )
+        content = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        if content:
+            raise OptionError(
+                f"output_dir={str(self.path)!r} holds {', '.join(content[:3])} but no run that could be continued;"
+                " give another output_dir, or --overwrite_output_dir"
+            )
+
     def open(self, options: Mapping[str, Any], overwrite: bool = False, resume: bool = False) -> None:
         """Start a run, or continue the one that was started here with the same options.
 
         Raises:
-            OptionError: the folder holds something else, or a run with other options.
+            OptionError: the folder cannot be written to, or holds something else, or a run with other options.
             CheckpointError: `resume`, but there is nothing to resume.
         """
         with self.training.main_process_first(local=False):
             if self.training.should_save and overwrite:
                 for folder in (STAGES, CONTROL, WINDOW, ADAPTER):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
+            self.check(overwrite, resume)
             started = self.finished(RECIPE)
             if started is not None:
                 self._check_options(started, json.loads(json.dumps(options)))
                 logger.info("continuing the run in %s", self.path)
-            elif resume:
-                raise CheckpointError(
-                    f"resume_from_checkpoint: {str(self.path)!r} holds no run of this recipe; leave it out"
-                )
             else:
-                self._check_empty(overwrite)
-                self.record(RECIPE, options)
+                self._begin(options)
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
@@ -131,16 +146,14 @@ class RunDirectory:
     def _file(self, name: str) -> Path:
         return self.file(name, ".json")
 
-    def _check_empty(self, overwrite: bool) -> None:
-        """Refuse a folder with anything in it, unless it may be overwritten."""
-        if self.path.exists() and not self.path.is_dir():
-            raise OptionError(f"output_dir={str(self.path)!r} is not a folder; give another path")
-        content = sorted(entry.name for entry in self.path.iterdir()) if self.path.exists() else []
-        if content and not overwrite:
+    def _begin(self, options: Mapping[str, Any]) -> None:
+        """Record the options of a run: the first file in the folder, which `check` may have taken for writable."""
+        try:
+            self.record(RECIPE, options)
+        except OSError as error:
             raise OptionError(
-                f"output_dir={str(self.path)!r} holds {', '.join(content[:3])} but no run that could be continued;"
-                " give another output_dir, or --overwrite_output_dir"
-            )
+                f"output_dir={str(self.path)!r} cannot be written to: {one_line(error)}; give another path"
+            ) from error
 
     def _check_options(self, started: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Refuse to continue a run with other options than it was started with."""

@@ -181,6 +181,18 @@ class RecoveryTrainer(Trainer):
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Return the batches of an epoch; `OptionError` if there is none, of which no step would be taken."""
+        batches = super().get_train_dataloader()
+        if not len(batches):
+            rows: Any = self.train_dataset
+            raise OptionError(
+                f"dataloader_drop_last=True drops all {len(rows)} rows of a training, as a batch of all processes has"
+                f" {self.args.train_batch_size * self.args.world_size}; leave it out, or lower"
+                " per_device_train_batch_size"
+            )
+        return batches
+
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """Return the batches of the validation rows: all of them, also where a training drops its last batch."""
         before = self.data_collator, self.args.dataloader_drop_last

@@ -21,9 +21,11 @@ from hf_linattn import (
     PatchError,
     UnknownNameError,
     UnsupportedModelError,
+    calibrate,
     choose_plan,
     get_mechanisms,
     get_patch_config,
+    layer_sensitivity,
     patch_model,
 )
 from hf_linattn.evaluation.recall import OwnAnswer
@@ -129,6 +131,17 @@ def test_a_plan_of_another_model_is_refused_and_names_both(plan):
         ({"signal": "divergence"}, OptionError, "batches must hold at least one batch of text"),
         ({"signal": "both"}, OptionError, "batches must hold at least one batch of text"),
         ({"prompts": None}, DataError, "tokenizer must be the model's, got None"),
+        ({"replace": {"streaming": 3}}, OptionError, r"replace must be a name, .* got {'streaming': 3}"),
+        ({"replace": {"streaming": "x"}}, OptionError, r"replace must be a name, .* got {'streaming': 'x'}"),
+        ({"lengths": 512}, OptionError, "lengths must be at least one number of tokens, in a list, got 512"),
+        ({"tasks": "seek"}, OptionError, "tasks must be at least one kind of prompts, in a list, got 'seek'"),
+        ({"prompts": ["x"]}, OptionError, "prompts must be what make_prompts makes, .* got 'x'"),
+        ({"learning_rate": "a"}, OptionError, "learning_rate must be above 0, and finite, got 'a'"),
+        ({"state_bytes": "1GB", "length": 9}, OptionError, "state_bytes must be an integer >= 1, got '1GB'"),
+        ({"state_bytes": 10**6, "length": 1.5}, OptionError, "length must be an integer >= 1, got 1.5"),
+        ({"lengths": [64, 10**6], "prompts": None}, OptionError, "prompts of 1000000 tokens are asked for, .* has 64"),
+        ({"batches": TEXT[0]}, OptionError, "batches must hold dicts of tensors, got str; give batches made with"),
+        ({"batches": TEXT[0]["input_ids"]}, OptionError, "batches must hold dicts of tensors, got Tensor"),
     ],
 )
 def test_options_are_checked_and_nothing_is_changed(options, error, message):
@@ -137,6 +150,31 @@ def test_options_are_checked_and_nothing_is_changed(options, error, message):
     with pytest.raises(error, match=message):
         choose(model, 1, **options)
     assert before.structure == Snapshot.of(model, before.logits).structure
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": [[5, 6]]}, "batches must hold dicts of tensors, got 'input_ids' as a list"),
+        ({"input_ids": torch.arange(5, 9)}, r"input_ids of batches must be \[rows, tokens\], .* got \[4\]"),
+        ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of batches must be .* one of each, got \[0, 4\]"),
+        ({"input_ids": torch.tensor([[5, 30]])}, r"batches hold token 30, which is beyond the 30 of the model"),
+        (
+            {"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(2, 5)},
+            r"attention_mask of batches must be \[2, 4\], as input_ids are, got \[2, 5\]",
+        ),
+    ],
+    ids=["lists", "row", "empty", "vocabulary", "mask"],
+)
+def test_what_no_model_reads_is_refused_wherever_batches_are_taken(batch, message):
+    patched = patch_model(make_retriever(), "hedgehog")
+    for take in (
+        lambda: choose(make_retriever(), 1, signal="divergence", batches=[batch]),
+        lambda: calibrate(patched, [batch]),
+        lambda: layer_sensitivity(patched, [batch]),
+    ):
+        with pytest.raises(OptionError, match=message):
+            take()
 
 
 def test_prompts_longer_than_the_positions_and_answers_without_tokens_are_refused():

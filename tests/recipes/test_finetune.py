@@ -20,13 +20,16 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnknownNameError
 from hf_linattn.report import Report, plots
-from hf_linattn.training import pipeline, trainers
-from hf_linattn.training.arguments import FINETUNING, DistillationArguments
+from hf_linattn.training import pipeline, run_directory, trainers
+from hf_linattn.training.arguments import FINETUNING, DistillationArguments, parse_arguments
+from hf_linattn.training.preparation import prepare
+from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.stages import recovery
 from hf_linattn.training.stages import report as report_stage
 from recipes import finetune
 from tests.helpers import make_tokenizer
 from tests.models import make_model
+from tests.training.test_finetuning import REQUIRED, make_training
 
 ROOT = Path(finetune.__file__).resolve().parent.parent
 
@@ -274,6 +277,26 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(material, tmp_path):
     with pytest.raises(OptionError, match="holds checkpoint-7 but no run that could be continued"):
         run(command(material, tmp_path))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [half_written]
+
+
+@pytest.mark.parametrize("place", ["file", "file/out"])
+def test_a_place_that_is_no_folder_is_refused_before_anything_is_read(tmp_path, place):
+    (tmp_path / "file").touch()
+    folder = tmp_path / place
+    arguments = parse_arguments([*REQUIRED, "--use_cpu", "True", "--output_dir", str(folder)])
+    message = "output_dir must be the path of a folder that can be made and written to, got '.*file"
+    for check in (lambda: prepare(arguments), lambda: RunDirectory(folder, arguments.training).open({})):
+        with pytest.raises(OptionError, match=message):  # and not that the model is not there
+            check()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_the_option(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory, "write_text", full)
+    with pytest.raises(OptionError, match=r"output_dir='.*' cannot be written to: .*No space left .*; give another"):
+        RunDirectory(tmp_path / "out", make_training(tmp_path / "out")).open({})
 
 
 def test_a_converted_checkpoint_is_not_converted_again(material, tmp_path):

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -143,6 +143,52 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
     add_adapters(patch_model(original(), "linear"), rank=2).save_pretrained(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"holds an adapter of type .*LORA, which is not one of this library"):
         load_adapter(original(), tmp_path / "plain")
+
+
+def changed_config(folder: Path, **changes) -> Path:
+    """Return a copy of an adapter whose config says something else."""
+    file = shutil.copytree(folder / "adapter", folder / "changed") / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return file.parent
+
+
+@pytest.mark.parametrize("make", [original, patched])
+def test_after_an_error_the_same_parameters_are_trained_in_the_same_modules(tmp_path, make):
+    saved(tmp_path)
+    model, path = make(), changed_config(tmp_path, r=8)
+    model.get_input_embeddings().requires_grad_(False)
+    halfway = make()  # PEFT adapts the first layer before it comes to a module that it does not know
+    halfway.model.layers[1].self_attn.q_proj = torch.nn.Sequential(halfway.model.layers[1].self_attn.q_proj)
+    for given, folder, reason in ((model, path, "is of"), (halfway, tmp_path / "adapter", "is not supported")):
+        modules = dict(given.named_modules())
+        trained = {name: parameter.requires_grad for name, parameter in given.named_parameters()}
+        with pytest.raises(CheckpointError, match=f"belongs to another model: .* {reason}"):
+            load_adapter(given, folder)
+        assert dict(given.named_modules()) == modules and not hasattr(given, "peft_config")
+        assert {name: parameter.requires_grad for name, parameter in given.named_parameters()} == trained
+
+
+def test_a_model_that_has_adapters_keeps_them(tmp_path):
+    expected = saved(tmp_path)
+    base = original()
+    own = get_peft_model(original(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted, before = load_adapter(base, tmp_path / "adapter"), logits_of(own)
+    for model in (adapted, base, own):
+        with pytest.raises(PatchError, match=r"has adapters already; give .* adapted\.unload\(\) of the PeftModel"):
+            load_adapter(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits_of(adapted), expected)
+    assert torch.equal(logits_of(own), before) and is_patched(base) and not is_patched(own)
+    adapted.load_adapter(tmp_path / "adapter", "beside")
+    adapted.set_adapter("beside")
+    torch.testing.assert_close(logits_of(adapted), expected)
+    torch.testing.assert_close(logits_of(load_adapter(adapted.unload(), tmp_path / "adapter")), expected)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("r", "an"), ("max_positions", "None or an")])
+def test_numbers_of_a_config_are_looked_at(tmp_path, name, expected):
+    saved(tmp_path)
+    with pytest.raises(OptionError, match=f"{name} must be {expected} integer >= 1, got 'a'"):
+        load_adapter(original(), changed_config(tmp_path, **{name: "a"}))
 
 
 def test_a_recipe_leaves_an_adapter_of_both_its_trainings(material, tmp_path):

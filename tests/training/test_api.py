@@ -9,6 +9,7 @@ import hf_linattn
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.mechanisms.performer import PerformerConfig
 from hf_linattn.training import Align, Calibrate, Distill, Distillation, Finetuning, Lengthen
+from tests.models import make_model
 from tests.recipes.test_distill import flags, run, weights
 from tests.recipes.test_finetune import command, material
 from tests.recipes.test_finetune import run as finetune
@@ -61,6 +62,20 @@ def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):
 def test_stages_in_an_impossible_order_are_refused(tmp_path, stages):
     with pytest.raises(OptionError, match="give Calibrate, Align, Distill, Lengthen in this order, each at most once"):
         Distillation("gpt2", "linear", None, stages, tmp_path)
+
+
+def test_what_is_no_list_no_name_and_no_folder_is_refused_by_its_argument(tmp_path):
+    stage, model = Distill(8192), make_model("gpt2")
+    for given, message in (
+        (("gpt2", "linear", None, stage, tmp_path), r"stages must be a list, such as \[Distill\(1_000_000\)\], got"),
+        (("gpt2", "linear", None, None, tmp_path), "stages must be a list, .* got None"),
+        ((model, "linear", None, [stage], tmp_path), "model must be the folder or the name .*, got <.*GPT2LMHeadMod"),
+        (("gpt2", "linear", None, [stage], None), "output_dir must be a folder for the results, got <class 'NoneT"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            Distillation(*given)
+    with pytest.raises(OptionError, match="model must be the folder or the name of the original"):
+        Finetuning(model, "linear", None, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hf_linattn.training.data import (
     is_held_out,
     load_file,
     load_text_splits,
+    text_splits,
     tokenize_and_pack,
 )
 
@@ -225,6 +226,13 @@ def test_held_out_splits_are_cut_off_the_end_of_a_single_text(tmp_path):
     assert 0.05 <= len(validation) / len(book) < 0.052 and len(test) > 0.047 * len(book)
 
 
+def test_a_split_that_cannot_be_cut_off_is_asked_for_as_it_is_given():
+    rows = Dataset.from_dict({"text": ["one line"] * 2})
+    remedy = "2 training document.* give validation_file, from Python eval_dataset, or more of these"
+    with pytest.raises(DataError, match=f"no validation split, and {remedy}"):
+        text_splits({"train": rows})
+
+
 def test_nothing_given_means_the_bundled_corpus():
     splits = load_text_splits()
     assert list(splits) == ["train", "validation", "test"] and not is_held_out(splits)
@@ -253,8 +261,24 @@ def test_bad_files_raise_data_errors(tmp_path, name, content, options, message):
         load_text_splits(train_file=path, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label_column": "text"}, "text_column and label_column are both 'text'; name another column in one"),
+        ({"pair_column": "text"}, "text_column and text_pair_column are both 'text'"),
+        ({"label_column": "name", "pair_column": "name"}, "text_pair_column and label_column are both 'name'"),
+    ],
+)
+def test_a_column_in_two_roles_is_refused(options, message):
+    rows = Dataset.from_dict({"text": ["one", "two"] * 6, "name": ["a", "b"] * 6})
+    with pytest.raises(DataError, match=message):
+        text_splits({"train": rows}, **options)
+    swapped = text_splits({"train": rows}, "name", "text")["test"]
+    assert set(swapped["text"]) <= {"a", "b"} and set(swapped["label"]) <= {"one", "two"}
+
+
 def test_a_held_out_file_alone_cannot_train(tmp_path):
     path = tmp_path / "data.txt"
     path.write_text("some text")
-    with pytest.raises(DataError, match="no training split"):
+    with pytest.raises(DataError, match=r"no training split: .*; give train_file, from Python train_dataset, or"):
         load_text_splits(test_file=path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
     ("flags", "message"),
     [
         ("--num_train_epochs 5", "num_train_epochs=5.0: the length of a run is given by .*; leave it out"),
+        ("--num-train-epochs=3", "num_train_epochs=3.0: the length of a run is given by .*; leave it out"),
         ("--auto_find_batch_size True", "auto_find_batch_size=True: .* give per_device_train_batch_size"),
         ("--enable_jit_checkpoint True", "enable_jit_checkpoint=True"),
         ("--save_only_model True", "save_only_model=True"),
@@ -135,6 +137,18 @@ def test_an_option_that_a_stage_would_die_of_is_found_without_a_step(tmp_path, s
     with pytest.raises(OptionError, match=f"the stage {stage} cannot be set up .*{message}"):
         rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2, search_steps=2)
     assert not list(tmp_path.iterdir()) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_training_whose_only_batch_is_dropped_is_refused(tmp_path, stage):
+    """It took no step, and the report counted all of its tokens."""
+    data = make_data(make_model("gpt2"))
+    rows = len(data.train)
+    for size, refused in ((rows, False), (rows + 1, True)):
+        training = make_training(tmp_path, dataloader_drop_last=True, per_device_train_batch_size=size)
+        message = rf"dataloader_drop_last=True drops all {rows} rows of a training, .* has {size}; leave it out, or"
+        with pytest.raises(OptionError, match=message) if refused else nullcontext():
+            rehearse(stage, STAGES[stage], data, training, learning_rate=1e-3, max_steps=2)
 
 
 def test_parameters_that_fsdp_cannot_shard_are_refused_by_name(tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ in the public domain: 10,700 words, about 14,000 tokens. RULER has essays that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import DataError
 
@@ -60,13 +60,16 @@ def words_of(haystack: Sequence[str] | None) -> tuple[str, ...]:
     """Return the words of the given texts one behind the other, or of the bundled one.
 
     Raises:
-        DataError: the haystack is one string, or has less than 50 words.
+        DataError: the haystack is one string or no texts, or has less than 50 words.
     """
     if haystack is None:
         return bundled_words()
     if isinstance(haystack, str):
         raise DataError("haystack must be a sequence of texts, got one string; pass [text]")
-    words = tuple(word for text in haystack for word in text.split())
+    texts: list[Any] = list(haystack) if isinstance(haystack, Iterable) else [haystack]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise DataError(f"haystack must be a sequence of texts, got {others[0]!r}; pass strings in a list")
+    words = tuple(word for text in texts for word in text.split())
     if len(words) < FEWEST_WORDS:
         raise DataError(f"haystack has {len(words)} words of at least {FEWEST_WORDS}; give longer texts or none")
     return words

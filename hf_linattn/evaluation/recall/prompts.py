@@ -95,6 +95,7 @@ def make_prompts(
     require_count("length", length)
     require_count("count", count)
     require("length", length, positions is None or length <= positions, f"at most {positions}, the model's positions")
+    require("tokenizer", tokenizer, callable(tokenizer), "a tokenizer, such as AutoTokenizer.from_pretrained(name)")
     if chat and not tokenizer.chat_template:
         raise DataError("chat=True: the tokenizer has no chat_template; set one or leave chat out")
     writer = _Writer(tokenizer, chat, spare=None if positions is None else positions - length)

@@ -44,10 +44,18 @@ def refusing(flags: Sequence[str]) -> Iterator[None]:
         raise OptionError(f"the options of the training do not fit together: {said}{source}; change one") from error
 
 
+def plain_name(flag: str) -> str:
+    """Return the name of the option that a flag sets.
+
+    >>> plain_name("--learning-rate=1e-3")
+    'learning_rate'
+    """
+    return flag.lstrip("-").partition("=")[0].replace("-", "_")
+
+
 def unknown_option(name: object, known: set[str]) -> OptionError:
     """Name the nearest options; all of them would be a page."""
-    plain = str(name).lstrip("-").partition("=")[0].replace("-", "_")
-    nearest = difflib.get_close_matches(plain, known, n=3)
+    nearest = difflib.get_close_matches(plain_name(str(name)), known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
 

@@ -13,7 +13,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.arguments.data import DataArguments
 from hf_linattn.training.arguments.distillation import DistillationArguments
-from hf_linattn.training.arguments.flags import flags_of, refusing, unknown_option
+from hf_linattn.training.arguments.flags import flags_of, plain_name, refusing, unknown_option
 from hf_linattn.training.arguments.model import ModelArguments
 from hf_linattn.training.arguments.recipe import FULL, LORA, RecipeArguments
 from hf_linattn.training.arguments.refused import check_stages
@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
     if unknown:
         raise unknown_option(unknown[0], known)
     arguments = Arguments(*parsed)
-    check_stages(arguments.training)
+    check_stages(arguments.training, {plain_name(flag) for flag in flags if flag.startswith("--")})
     _check_together(arguments)
     return arguments
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from transformers.integrations import get_available_reporting_integrations
@@ -39,12 +39,15 @@ LEAST = {
 LOSSES = (None, "loss", "eval_loss")  # what an evaluation measures
 
 
-def check_stages(training: FinetuningArguments) -> None:
-    """Raise `OptionError` for an option of a training that a stage would not honour, or die of after hours."""
+def check_stages(training: FinetuningArguments, given: Collection[str] = ()) -> None:
+    """Raise `OptionError` for an option of a training that a stage would not honour, or die of after hours.
+
+    given: names of options that were given, at their defaults, too.
+    """
     defaults = {f.name: f.default for f in dataclasses.fields(training)}
     for name, reason in REFUSED.items():
         value = getattr(training, name, None)
-        if value and value != defaults.get(name):
+        if value and (name in given or value != defaults.get(name)):
             raise OptionError(f"{name}={value!r}: {reason}; leave it out")
     for name, least in LEAST.items():
         value = getattr(training, name)
