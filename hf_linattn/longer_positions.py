@@ -28,11 +28,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from . import architecture
-from . import transformers_bridge as bridge
 from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
 from .config import require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
-from .pinning import own_config
+from .pinning import modules_with_mechanisms, own_config
 from .position_tables import position_configs, served_positions
 from .saved_config import REGISTERING
 
@@ -158,6 +157,7 @@ class Extension:
             tokenizer.model_max_length = length
 
 
+@torch.inference_mode(False)  # longer tables are trained afterwards
 def extend_positions(model: ModelT, max_length: int, method: str | None = None, *, tokenizer: Any = None) -> ModelT:
     """Let a model take inputs of up to `max_length` tokens, in place, and return it; after an error it is as it was.
 
@@ -199,11 +199,9 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
     (torch.Size([1, 100, 16]), 100)
     """
     root = architecture.root_model(model)
-    if any(bridge.MECHANISM in module._modules for module in root.modules()):
-        raise PatchError(
-            f"{type(root).__name__} is patched, and its mechanisms were made for the positions that it has; call"
-            " unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
-        )
+    if modules_with_mechanisms(root):
+        remedy = "unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
+        raise PatchError(f"{type(root).__name__} is patched, for the positions that it has; call {remedy}")
     require_count("max_length", max_length)
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)
     fields = _scale_rotation(root, longer, max_length, method) if rotary else _lengthen(root, longer, max_length)

@@ -16,18 +16,23 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from . import architecture, pinning, saved_config, sliced_masks
 from . import transformers_bridge as bridge
+from .building import build_all, warn_of_sinks
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
-from .config import MechanismConfig, make_config, require_count
+from .config import require_count
 from .errors import OptionError, PatchError
 from .longer_positions import extend_positions, undo_last_extension
-from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .mechanisms import AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
 from .tensor_parallel import require_heads_apart
 
 logger = logging.getLogger(__name__)
 
 PATCH = "_hf_linattn_patch"  # the attribute of the outermost transformers model that holds its Patch
+HOOKS = (  # where PyTorch keeps those of a module, and what was said of them
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -50,7 +55,7 @@ class Patch:
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
         """Remember what attention modules compute now, and the models that make their masks."""
-        configs = pinning.configs_of([*attention.values(), *bridge.owners(model, attention)])
+        configs = pinning.configs_of([*attention.values(), *architecture.owners(model, attention)])
         softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
         chosen = [(c, bridge.get_implementation(c)) for c in configs]
         return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
@@ -88,6 +93,11 @@ class Patch:
         for feed_forward in feed_forwards:
             feed_forward.attach(chunk_size)
 
+    def choices(self, model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+        """Return each config that selects our attention, copies of layers have some of their own, and what it did."""
+        models = [model, *self.owners, *pinning.modules_with_mechanisms(model)]
+        return pinning.with_copies(self.implementations, models)
+
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach` and `chunk`, also one that stopped half-way."""
         self.chunk([], 0)
@@ -95,7 +105,8 @@ class Patch:
         for part, method in self.replaced:
             delattr(part, method)
         saved_config.unmark_config(model.config)
-        for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
+        patched = {*self.attention.values(), *pinning.modules_with_mechanisms(model)}
+        for config, original in self.choices(model):
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
         for module in self.exact:
@@ -105,9 +116,8 @@ class Patch:
             handle.remove()
         for owner in self.owners:
             delattr(owner, bridge.RECORD)
-        for module in self.attention.values():
-            if hasattr(module, bridge.MECHANISM):
-                delattr(module, bridge.MECHANISM)
+        for module in patched:
+            _take_off(module, self.handles)
         if self.extended:
             undo_last_extension(model)
 
@@ -167,7 +177,7 @@ def patch_model(
     patch.extended = max_positions is not None
     setattr(root, PATCH, patch)
     _forget_compiled(model)
-    _warn_of_sinks(mechanisms, type(root).__name__)
+    warn_of_sinks(mechanisms, type(root).__name__)
     count, layers_of = patch.config.count, len(patch.attention)
     logger.debug("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
     return model
@@ -180,7 +190,7 @@ def _attached(
     """Build the mechanisms of a plan and attach them; after an error none is."""
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, described := architecture.describe_layers(root, attention), layers, options)
-    mechanisms = _build_all(config, described)
+    mechanisms = build_all(config, described)
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across
@@ -251,19 +261,21 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
     Only the attention function is switched; mechanisms and their parameters stay attached. Caches made inside and
     outside must not be mixed: a decoding state cannot be turned back into keys. The switch is in the model's config:
-    threads that run the model meanwhile get the original, too.
+    threads that run the model meanwhile get the original, too. A copy made meanwhile is a patched model; for a teacher
+    that stays one, call `unpatch_model(copy.deepcopy(model))`. With gradient checkpointing the backward pass of a
+    forward inside must be inside, too, and of one outside, outside: it makes the layers again.
 
     Raises:
-        PatchError: the model is not patched.
+        PatchError: the model is not patched; later, by such a backward pass.
     """
     switched = [
         (part, patch, config, original, bridge.get_implementation(config))
         for part, patch in _patches_of(architecture.root_model(model)).values()
-        for config, original in pinning.with_copies(patch.implementations, [part, *patch.owners])
+        for config, original in patch.choices(part)
     ]
     try:
         for _, _, config, original, _ in switched:
-            bridge.set_implementation(config, original)
+            bridge.set_implementation(config, pinning.Meanwhile(original))
         yield model
     finally:
         for part, patch, config, _, before in switched:
@@ -274,7 +286,7 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_model` was applied to the model, the one inside this wrapper, a part of it or what it is part of.
     """
-    return any(bridge.MECHANISM in module._modules for module in architecture.root_model(model).modules())
+    return bool(pinning.modules_with_mechanisms(architecture.root_model(model)))
 
 
 def patched_parts(model: nn.Module) -> dict[str, tuple[PreTrainedModel, Patch]]:
@@ -355,7 +367,7 @@ def _resolve_cross(
     crossing = architecture.cross_attention_modules(root)
     layers = architecture.describe_cross_layers(root, crossing)
     cross = _resolve(plan if config.cross is None else config.cross, layers, None, {})
-    return replace(config, cross=cross), crossing, _build_all(cross, layers)
+    return replace(config, cross=cross), crossing, build_all(cross, layers)
 
 
 def _feed_forwards(
@@ -366,32 +378,13 @@ def _feed_forwards(
     return [] if chunk_size is None else find_feed_forwards(root, attention)
 
 
-def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:
-    """Make the mechanisms of all layers, and let each join those before it."""
-    mechanisms: dict[str, Mechanism] = {}
-    for path, layer in layers.items():
-        mechanism = _build(config.layers.get(layer.index), layer)
-        mechanism.join(list(mechanisms.values()))
-        mechanisms[path] = mechanism
-    return mechanisms
-
-
-def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
-    """Make the mechanism of one layer, in its dtype and where its weights are; None keeps softmax."""
-    config = config if config is not None else make_config("softmax", {})
-    mechanism = MECHANISMS.get(config.mechanism)(config, layer)
-    return mechanism.to(device=None if layer.device.type == "meta" else layer.device, dtype=layer.dtype)
-
-
-def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
-    """Say which layers lose their learned sinks."""
-    losing = {path: kind.mechanisms_dropping_sinks() for path, kind in mechanisms.items() if kind.layer.has_sinks}
-    if lost := [path for path, names in losing.items() if names]:
-        logger.warning(
-            "%s: %s have learned sinks in the denominator of their softmax, which %s leaves out, as it has no such"
-            " denominator; to keep them use a mechanism there that has one, such as hybrid or local",
-            family, ", ".join(lost), " and ".join(sorted({name for path in lost for name in losing[path]})),
-        )  # fmt: skip
+def _take_off(module: nn.Module, handles: list[RemovableHandle]) -> None:
+    """Take its mechanism off an attention module, and hooks that it has as the copy of a patched one."""
+    if hasattr(module, bridge.MECHANISM):
+        delattr(module, bridge.MECHANISM)
+    for name in HOOKS:
+        for handle in handles:
+            getattr(module, name).pop(handle.id, None)
 
 
 def _forget_compiled(model: nn.Module) -> None:
