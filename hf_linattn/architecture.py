@@ -191,6 +191,16 @@ def _position_bias_note(module: nn.Module) -> str:
     return " (it adds a learned position bias to every score)" if biased else ""
 
 
+def owners(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, dict[str, nn.Module]]:
+    """Return the innermost transformers models around the modules, which make their masks, with those of each."""
+    parts = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+    owned: dict[PreTrainedModel, dict[str, nn.Module]] = {}
+    for path, module in modules.items():
+        owner = max((p for p in parts if p == "" or path.startswith(p + ".")), key=len)
+        owned.setdefault(parts[owner], {})[path] = module
+    return owned
+
+
 def describe_cross_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:
     """Describe the cross-attention modules of a model: no order of queries and keys, so no causality, no rotation."""
     layers = {path: describe_layer(i, module, model) for i, (path, module) in enumerate(attention.items())}

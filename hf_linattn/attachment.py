@@ -11,13 +11,18 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import pinning, saved_config, sliced_masks
+from . import architecture, pinning, saved_config, sliced_masks
 from . import transformers_bridge as bridge
 from .chunked_mlp import FeedForward
 from .longer_positions import undo_last_extension
 from .mechanisms import Mechanism
 from .plan import PatchConfig
 from .tensor_parallel import require_heads_apart
+
+HOOKS = (  # where PyTorch keeps those of a module, and what was said of them
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Patch:
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
         """Remember what attention modules compute now, and the models that make their masks."""
-        configs = pinning.configs_of([*attention.values(), *bridge.owners(model, attention)])
+        configs = pinning.configs_of([*attention.values(), *architecture.owners(model, attention)])
         softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
         chosen = [(c, bridge.get_implementation(c)) for c in configs]
         return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])
@@ -76,6 +81,11 @@ class Patch:
         for feed_forward in feed_forwards:
             feed_forward.attach(chunk_size)
 
+    def choices(self, model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
+        """Return each config that selects our attention, copies of layers have some of their own, and what it did."""
+        models = [model, *self.owners, *pinning.modules_with_mechanisms(model)]
+        return pinning.with_copies(self.implementations, models)
+
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach` and `chunk`, also one that stopped half-way."""
         self.chunk([], 0)
@@ -83,7 +93,8 @@ class Patch:
         for part, method in self.replaced:
             delattr(part, method)
         saved_config.unmark_config(model.config)
-        for config, original in pinning.with_copies(self.implementations, [model, *self.owners]):
+        patched = {*self.attention.values(), *pinning.modules_with_mechanisms(model)}
+        for config, original in self.choices(model):
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
         for module in self.exact:
@@ -93,8 +104,16 @@ class Patch:
             handle.remove()
         for owner in self.owners:
             delattr(owner, bridge.RECORD)
-        for module in self.attention.values():
-            if hasattr(module, bridge.MECHANISM):
-                delattr(module, bridge.MECHANISM)
+        for module in patched:
+            _take_off(module, self.handles)
         if self.extended:
             undo_last_extension(model)
+
+
+def _take_off(module: nn.Module, handles: list[RemovableHandle]) -> None:
+    """Take its mechanism off an attention module, and hooks that it has as the copy of a patched one."""
+    if hasattr(module, bridge.MECHANISM):
+        delattr(module, bridge.MECHANISM)
+    for name in HOOKS:
+        for handle in handles:
+            getattr(module, name).pop(handle.id, None)

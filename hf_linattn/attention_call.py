@@ -20,8 +20,11 @@ from .masks import CAUSAL
 from .mechanisms import CallOptions, Mechanism, Pairs
 from .mechanisms.forward import fitting_hidden
 from .mechanisms.softmax import SoftmaxMechanism
+from .mixed_adapters import refuse_mixed_adapters
 from .ops.common.exact_softmax import softmax_attention
 from .ops.reference import allowed_pairs
+
+MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 
 
 class AttentionCall(NamedTuple):
@@ -208,6 +211,31 @@ def interceptor_of(mechanism: Mechanism) -> Interceptor | None:
         _refuse_replica(mechanism)
     standing = getattr(_INTERCEPTORS, "of", None)
     return None if standing is None else standing.get(mechanism)
+
+
+def mechanism_of(module: nn.Module) -> Any:
+    """Return the mechanism attached to an attention module, or None.
+
+    PEFT wraps it where `modules_to_save` names it, beside the copy that it trains: the active one is returned.
+
+    Raises:
+        UnsupportedModeError: PEFT was given the adapter of each row, and these have mechanisms of their own.
+    """
+    attached: Any = getattr(module, MECHANISM, None)
+    if attached is None or isinstance(attached, Mechanism):
+        return attached
+    if attached._forward_pre_hooks:
+        refuse_mixed_adapters(attached)
+    if attached.disable_adapters or not attached.active_adapters:
+        return attached.original_module
+    return attached.modules_to_save[attached.active_adapters[0]]
+
+
+def scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:
+    """Return queries for a mechanism that scales as its layer says: OPT scales its queries itself and passes 1."""
+    if scaling is None or scaling == mechanism.layer.scaling:
+        return query
+    return query * (scaling / mechanism.layer.scaling)
 
 
 def is_replica(module: nn.Module) -> bool:

@@ -80,13 +80,23 @@ def calibrate(
     batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
-    tensors = [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())]
-    with in_fast_dtype(model), ExitStack() as undo:
+    tensors = _ordinary([*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())])
+    with torch.inference_mode(False), in_fast_dtype(model), ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
             found = _fit(model, mechanisms, fitted, steps, progress_bar(batches, desc="calibrate", progress=progress))
         undo.pop_all()
     return found
+
+
+def _ordinary(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors, or raise `OptionError` where no gradient can reach one."""
+    if any(tensor.is_inference() for tensor in tensors):
+        raise OptionError(
+            "the model's mechanisms were made inside torch.inference_mode(), where nothing can be fitted; load the"
+            " model outside of it"
+        )
+    return tensors
 
 
 def _fit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,16 +22,19 @@ from transformers.utils import (
 )
 
 from . import saving
+from .blueprints import blueprint
 from .errors import CheckpointError
 from .patching import get_mechanisms, patch_model, rename_patched
 from .pinning import free_config
 from .saved_config import (
     MODEL_TYPE,
+    MODULES,
     PARTS,
     HfLinattnConfig,
     auto_classes,
     class_names,
     for_each_config_class,
+    read_config,
     read_patches,
     unmark_config,
 )
@@ -101,7 +105,8 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             except (SafetensorError, json.JSONDecodeError) as error:
                 file = damaged_file(name, kwargs.get("variant"), adapter, **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
-            require_found(model, info["missing_keys"], adapter or name)  # of the adapter, if there is one
+            if adapter is not None:  # of the checkpoint, `_finalize_model_loading` has asked
+                require_found(model, info["missing_keys"], adapter, None)
             where = {"_raise_exceptions_for_missing_entries": False, **only(kwargs, *WHERE)}
             asked = model.can_generate() and kwargs.get("generation_config") is None
             if asked and cached_file(name, GENERATION_CONFIG_NAME, **where) is None:
@@ -116,7 +121,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
                 refuse_mismatched(name, *min(loading_info.mismatched_keys))
             found = base._finalize_model_loading(model, load_config, loading_info)
-            require_found(model, found.missing_keys, name)
+            require_found(model, found.missing_keys, name, load_config.download_kwargs or {})
             return found
 
     Linearized.__name__ = Linearized.__qualname__ = base.__name__  # by which transformers knows a class
@@ -160,20 +165,51 @@ def refuse_mismatched(name: Any, tensor: str, found: Iterable[int], expected: It
     )
 
 
-def require_found(model: PreTrainedModel, missing: Iterable[str], name: Any) -> None:
-    """Raise `CheckpointError` if tensors are missing.
+def require_found(model: PreTrainedModel, missing: Iterable[str], name: Any, where: Mapping[str, Any] | None) -> None:
+    """Raise `CheckpointError` if tensors are missing that the model had when it was saved.
 
     A model that was saved as another class, say without this one's head, lacks what that class does not have; its
     attention has to be there.
+
+    where: as `WHERE`, of the checkpoint; None: of an adapter, which must be whole.
     """
     attention = tuple(f"{path}." for path in get_mechanisms(model))
     whole = type(model).__name__ in class_names(model.config)
     absent = sorted(tensor for tensor in missing if whole or tensor.startswith(attention))
+    if absent and where is not None:
+        absent = sorted(set(absent) - started_anew(model, absent, name, where))
     if absent:
         raise CheckpointError(
             f"the weights in {str(name)!r} have no {absent[0]!r} and lack {len(absent)} tensors in all; they are"
-            " damaged or belong to another model: save it again"
+            " damaged or belong to another model: save it again, or load it with the options that it was made with,"
+            " such as add_pooling_layer=False"
         )
+
+
+def started_anew(model: PreTrainedModel, missing: Iterable[str], name: Any, where: Mapping[str, Any]) -> set[str]:
+    """Return which of the missing tensors a model did not have when it was saved; transformers starts these anew.
+
+    It was made without that module, as `add_pooling_layer=False` has it, or its config was changed for loading, as an
+    encoder-decoder does to the decoder in it.
+    """
+    saved, _ = PreTrainedConfig.get_config_dict(name, **where)
+    before, now = (tensors_of(model, config) for config in (read_config(saved), model.config))
+    modules, parts = saved.get(MODULES), [path for path, x in model.named_modules() if isinstance(x, PreTrainedModel)]
+    new = set(missing) & (now - before)
+    for tensor in missing if modules is not None else ():
+        part = max((path for path in parts if path == "" or tensor.startswith(f"{path}.")), key=len)
+        child = tensor.removeprefix(part).removeprefix(".").partition(".")[0]
+        if f"{part}.{child}".removeprefix(".") not in modules:
+            new.add(tensor)
+    return new
+
+
+def tensors_of(model: PreTrainedModel, config: PreTrainedConfig) -> set[str]:
+    """Return the names of the tensors of a model's class, unpatched, with this config; of tied ones the first."""
+    config = copy.deepcopy(config)
+    free_config(config)
+    made = blueprint(model, config)
+    return {name for name, _ in chain(made.named_parameters(), made.named_buffers())}
 
 
 def damaged_file(name: Any, variant: str | None, adapter: Any = None, **where: Any) -> str:

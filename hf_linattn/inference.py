@@ -104,5 +104,10 @@ def padding_token(model: nn.Module, tokenizer: Any) -> int:
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model needs of a batch to predict, without what would have it compute a loss."""
-    return {name: value for name, value in batch.items() if name != "labels"}
+    """Return what a model needs of a batch to predict, without what would have it compute a loss.
+
+    What was made inside `torch.inference_mode()` is copied, as gradients could not be computed from it.
+    """
+    kept = {name: value for name, value in batch.items() if name != "labels"}
+    made_inside = {name for name, value in kept.items() if isinstance(value, Tensor) and value.is_inference()}
+    return {name: value.clone() if name in made_inside else value for name, value in kept.items()}

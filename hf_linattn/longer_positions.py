@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import architecture
-from . import transformers_bridge as bridge
 from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
 from .config import require, require_count
 from .errors import OptionError, PatchError, UnsupportedModelError
-from .pinning import nested_configs, own_config
+from .pinning import modules_with_mechanisms, nested_configs, own_config
 from .position_changes import Extension, ModuleChange
 from .position_methods import KEEPING, OWN_LENGTH, ROPE_METHODS, TABLE_METHODS, UNSCALED
 from .position_tables import position_configs, served_positions
@@ -57,6 +56,7 @@ UNTURNED = "no layer that sees the whole input turns by rope parameters; leave e
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
+@torch.inference_mode(False)  # longer tables are trained afterwards
 def extend_positions(model: ModelT, max_length: int, method: str | None = None, *, tokenizer: Any = None) -> ModelT:
     """Let a model take inputs of up to `max_length` tokens, in place, and return it; after an error it is as it was.
 
@@ -102,11 +102,9 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
         (torch.Size([1, 100, 16]), 100)
     """
     root = architecture.root_model(model)
-    if any(bridge.MECHANISM in module._modules for module in root.modules()):
-        raise PatchError(
-            f"{type(root).__name__} is patched, and its mechanisms were made for the positions that it has; call"
-            " unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
-        )
+    if modules_with_mechanisms(root):
+        remedy = "unpatch_model(model) first, extend it and patch it again, or patch with max_positions=..."
+        raise PatchError(f"{type(root).__name__} is patched, for the positions that it has; call {remedy}")
     require_count("max_length", max_length)
     require("tokenizer", tokenizer, tokenizer is None or hasattr(tokenizer, "model_max_length"), "a tokenizer or None")
     longer, rotary = copy.deepcopy(root.config), _is_rotary(root.config)

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from . import architecture, pinning
 from . import transformers_bridge as bridge
 from .attachment import Patch
+from .building import build_all, warn_of_sinks
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
-from .config import MechanismConfig, make_config, require_count
+from .config import require_count
 from .errors import OptionError, PatchError
 from .longer_positions import extend_positions, undo_last_extension
-from .mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from .mechanisms import AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def patch_model(
     patch.extended = max_positions is not None
     setattr(root, PATCH, patch)
     _forget_compiled(model)
-    _warn_of_sinks(mechanisms, type(root).__name__)
+    warn_of_sinks(mechanisms, type(root).__name__)
     count, layers_of = patch.config.count, len(patch.attention)
     logger.debug("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
     return model
@@ -99,7 +100,7 @@ def _attached(
     """Build the mechanisms of a plan and attach them; after an error none is."""
     attention = architecture.self_attention_modules(root)
     config = _resolve(mechanism, described := architecture.describe_layers(root, attention), layers, options)
-    mechanisms = _build_all(config, described)
+    mechanisms = build_all(config, described)
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across
@@ -186,7 +187,9 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
 
     Only the attention function is switched; mechanisms and their parameters stay attached. Caches made inside and
     outside must not be mixed: a decoding state cannot be turned back into keys. The switch is in the model's config:
-    threads that run the model meanwhile get the original, too.
+    threads that run the model meanwhile get the original, too. A copy made meanwhile is a patched model; for a teacher
+    that stays one, call `unpatch_model(copy.deepcopy(model))`. With gradient checkpointing the backward pass of a
+    forward inside must be inside, too, and of one outside, outside: it makes the layers again.
 
     Args:
         model: a patched model, or a wrapper around one.
@@ -195,7 +198,7 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
         The model itself.
 
     Raises:
-        PatchError: the model is not patched.
+        PatchError: the model is not patched; later, by such a backward pass.
 
     Examples:
         >>> import torch
@@ -214,11 +217,11 @@ def original_attention(model: ModelT) -> Iterator[ModelT]:
     switched = [
         (part, patch, config, original, bridge.get_implementation(config))
         for part, patch in _patches_of(architecture.root_model(model)).values()
-        for config, original in pinning.with_copies(patch.implementations, [part, *patch.owners])
+        for config, original in patch.choices(part)
     ]
     try:
         for _, _, config, original, _ in switched:
-            bridge.set_implementation(config, original)
+            bridge.set_implementation(config, pinning.Meanwhile(original))
         yield model
     finally:
         for part, patch, config, _, before in switched:
@@ -239,7 +242,7 @@ def is_patched(model: nn.Module) -> bool:
         >>> is_patched(model), is_patched(patch_model(model, "linear"))
         (False, True)
     """
-    return any(bridge.MECHANISM in module._modules for module in architecture.root_model(model).modules())
+    return bool(pinning.modules_with_mechanisms(architecture.root_model(model)))
 
 
 def patched_parts(model: nn.Module) -> dict[str, tuple[PreTrainedModel, Patch]]:
@@ -349,7 +352,7 @@ def _resolve_cross(
     crossing = architecture.cross_attention_modules(root)
     layers = architecture.describe_cross_layers(root, crossing)
     cross = _resolve(plan if config.cross is None else config.cross, layers, None, {})
-    return replace(config, cross=cross), crossing, _build_all(cross, layers)
+    return replace(config, cross=cross), crossing, build_all(cross, layers)
 
 
 def _feed_forwards(
@@ -358,34 +361,6 @@ def _feed_forwards(
     """Return what a chunk size is for; nothing without one."""
     require_count("chunk_feed_forward", chunk_size, optional=True)
     return [] if chunk_size is None else find_feed_forwards(root, attention)
-
-
-def _build_all(config: PatchConfig, layers: Mapping[str, AttentionLayer]) -> dict[str, Mechanism]:
-    """Make the mechanisms of all layers, and let each join those before it."""
-    mechanisms: dict[str, Mechanism] = {}
-    for path, layer in layers.items():
-        mechanism = _build(config.layers.get(layer.index), layer)
-        mechanism.join(list(mechanisms.values()))
-        mechanisms[path] = mechanism
-    return mechanisms
-
-
-def _build(config: MechanismConfig | None, layer: AttentionLayer) -> Mechanism:
-    """Make the mechanism of one layer, in its dtype and where its weights are; None keeps softmax."""
-    config = config if config is not None else make_config("softmax", {})
-    mechanism = MECHANISMS.get(config.mechanism)(config, layer)
-    return mechanism.to(device=None if layer.device.type == "meta" else layer.device, dtype=layer.dtype)
-
-
-def _warn_of_sinks(mechanisms: Mapping[str, Mechanism], family: str) -> None:
-    """Say which layers lose their learned sinks."""
-    losing = {path: kind.mechanisms_dropping_sinks() for path, kind in mechanisms.items() if kind.layer.has_sinks}
-    if lost := [path for path, names in losing.items() if names]:
-        logger.warning(
-            "%s: %s have learned sinks in the denominator of their softmax, which %s leaves out, as it has no such"
-            " denominator; to keep them use a mechanism there that has one, such as hybrid or local",
-            family, ", ".join(lost), " and ".join(sorted({name for path in lost for name in losing[path]})),
-        )  # fmt: skip
 
 
 def _forget_compiled(model: nn.Module) -> None:

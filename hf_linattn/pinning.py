@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .architecture import root_model
+from .attention_call import MECHANISM
 from .blueprints import CHOICE
 from .errors import PatchError, UnsupportedModeError
 
@@ -27,6 +28,17 @@ PAGING = "init_continuous_batching"  # the method of a model that all of continu
 NAME_IN_MEMORY = (
     "patched by hf_linattn in memory: save it with save_pretrained, load that folder, and start again from there"
 )
+MOVED = (
+    "are not those that were patched, in their order: some were taken out, put in or moved; call unpatch_model(model),"
+    " then patch_model(model, ...) for the layers that there are"
+)
+
+
+class Meanwhile(str):
+    """The attention that a config selects for a while; in a copy of the config it is ours, as the copy is patched."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (IMPLEMENTATION,)
 
 
 class PinnedConfigMixin:
@@ -39,6 +51,11 @@ class PinnedConfigMixin:
     def __reduce__(self) -> tuple[Any, ...]:
         # the class is made while running, where pickle cannot look it up by name
         return _new_config, (base_class(type(self)),), vars(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the config says, and that its model is patched, which `saved_config` lets no other one miss."""
+        values: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # of the config it is mixed into
+        return ({IMPLEMENTATION: True} if is_attached(self) else {}) | values
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another attention; reading which one it is stays what it is in transformers, many times a forward."""
@@ -96,7 +113,18 @@ def with_copies(chosen: list[tuple[Any, str]], models: Iterable[nn.Module]) -> l
     """Return configs that select our attention and what each selected before, those that `models` got since, too."""
     known = {id(config) for config, _ in chosen}
     copies = [config for config in configs_of(models) if id(config) not in known]
-    return chosen + [(config, chosen[0][1]) for config in copies if vars(config).get(CHOICE) == IMPLEMENTATION]
+    return chosen + [(config, chosen[0][1]) for config in copies if is_attached(config)]
+
+
+def is_attached(config: Any) -> bool:
+    """Whether a config selects our attention now, or will again when `original_attention` ends."""
+    choice = vars(config).get(CHOICE)
+    return choice == IMPLEMENTATION or isinstance(choice, Meanwhile)
+
+
+def modules_with_mechanisms(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules inside a model that have mechanisms."""
+    return [module for module in model.modules() if MECHANISM in module._modules]
 
 
 def own_config(model: nn.Module) -> None:
@@ -135,6 +163,7 @@ def free_config(config: PreTrainedConfig) -> None:
         unpin_config(part)
         if vars(part).get(CHOICE) == IMPLEMENTATION:
             vars(part)[CHOICE] = None  # transformers chooses
+        vars(part).pop(IMPLEMENTATION, None)  # what `to_dict` said
 
 
 def nested_configs(config: Any) -> Iterator[PreTrainedConfig]:

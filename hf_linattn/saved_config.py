@@ -4,9 +4,10 @@ In memory a patched model's config is a subclass of the original one that differ
 
     {"model_type": "hf_linattn", "base_model_type": "llama", "base_config": {... the rest of the original config ...},
      "hf_linattn": {... PatchConfig ...}, "vocab_size": "... how to load it ...", "auto_map": {... see below ...},
-     "architectures": ["HfLinattnLlamaForCausalLM"]}
+     "architectures": ["HfLinattnLlamaForCausalLM"], "hf_linattn_modules": ["lm_head", "model", "model.layers", ...]}
 
-Where only parts of the model are patched, `hf_linattn` is {"parts": {path: {... PatchConfig ...}}}.
+`hf_linattn_modules` is what the transformers models in it have: one may be made without a pooler, which no config
+says. Where only parts of the model are patched, `hf_linattn` is {"parts": {path: {... PatchConfig ...}}}.
 
 Whatever loads the checkpoint without this library must fail loudly instead of running softmax. The Auto classes find
 a model type that they do not know and code to be trusted. A class such as LlamaForCausalLM would take its sizes from
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto import modeling_auto
@@ -37,13 +39,14 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from .atomic_io import write_json, write_text
 from .checkpoint_config import MODEL_TYPE, HfLinattnConfig
-from .errors import CheckpointError, UnsupportedModelError
+from .errors import CheckpointError, PatchError, UnsupportedModelError
 from .pinning import PinnedConfigMixin, base_class, unpin_config
 from .plan import PatchConfig
 
 HOW_TO_LOAD = "this is an hf_linattn checkpoint: `import hf_linattn` and load it through an Auto class of transformers"
 PREFIX = "HfLinattn"  # of the names in `architectures`
 PARTS = "parts"  # the field of `hf_linattn` that says which parts of a model are patched
+MODULES = f"{MODEL_TYPE}_modules"  # the field that names what the transformers models in a model have
 SHIM = "configuration_hf_linattn"
 SHIM_CODE = '''\
 """Lets `trust_remote_code=True` load this model, whose attention comes from a package: `pip install hf_linattn`."""
@@ -83,6 +86,7 @@ class LinearizedConfigMixin(PinnedConfigMixin):
             "architectures": own_names(base.pop("architectures", None)),
             "dtype": base.get("dtype"),
             MODEL_TYPE: base.pop(MODEL_TYPE),
+            MODULES: base.pop(MODULES, None),
             "base_config": base,
             "transformers_version": base.pop("transformers_version", None),
         }
@@ -101,6 +105,18 @@ def size_field(config: Any) -> str:
     values = config.to_dict()
     sizes = [name for name in inspect.get_annotations(base) if type(values.get(name)) is int]
     return "vocab_size" if "vocab_size" in sizes else next(iter([*sizes, *base.sub_configs]), "vocab_size")
+
+
+def modules_of(model: nn.Module) -> list[str]:
+    """Return the paths of the modules and tensors that each transformers model in a model has at its top."""
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, part in model.named_modules()
+        if isinstance(part, PreTrainedModel)
+        for found in (part._modules, part._parameters, part._buffers)
+        for name, value in found.items()
+        if value is not None
+    ]
 
 
 def require_registered(config: Any) -> None:
@@ -199,11 +215,32 @@ def mark_config(config: PreTrainedConfig, described: dict[str, Any]) -> None:
 
 
 def unmark_config(config: PreTrainedConfig) -> None:
-    """Undo `mark_config`; a config that is not marked stays as it is."""
+    """Undo `mark_config`; one that is not marked, and was made from the dict of one that is, forgets that."""
     if isinstance(config, LinearizedConfigMixin):
         unpin_config(config)
-        del config.hf_linattn
         config.architectures = config.architectures and class_names(config)
+    vars(config).pop(MODEL_TYPE, None)
+
+
+PLAIN_INIT = PreTrainedModel.__init__
+
+
+@functools.wraps(PLAIN_INIT)
+def refuse_dicts(self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand in place of `PreTrainedModel.__init__`: the config of a patched model that became a dict makes no other.
+
+    A dict has no class to say it: pairs of models are made from the dicts of their halves' configs.
+    """
+    if MODEL_TYPE in getattr(config, "__dict__", ()) and not isinstance(config, LinearizedConfigMixin):
+        raise PatchError(
+            f"{type(config).__name__} was made from the dict of a patched model's config, and {type(self).__name__}"
+            " would run softmax; use an Auto class, such as AutoModelForCausalLM.from_config(model.config), or"
+            " copy.deepcopy(model), and put the models into a pair"
+        )
+    PLAIN_INIT(self, config, *args, **kwargs)
+
+
+PreTrainedModel.__init__ = refuse_dicts  # type: ignore[method-assign]
 
 
 def _new_config(base: Any) -> PreTrainedConfig:
@@ -250,4 +287,3 @@ def auto_classes(config_class: Any) -> Iterator[tuple[Any, type[PreTrainedModel]
             mapping: Any = getattr(auto_class, "_model_mapping", None)
             if mapping is not None and config_class in mapping and isinstance(mapping[config_class], type):
                 yield auto_class, mapping[config_class]
-

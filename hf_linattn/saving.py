@@ -18,23 +18,30 @@ import os
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from . import saved_config
+from . import architecture, saved_config
 from .atomic_io import write_text
+from .attention_call import mechanism_of
+from .config import make_config
 from .errors import PatchError
 from .extended_parts import positions_of_parts
 from .patching import is_patched, patched_parts
+from .pinning import MOVED
+from .plan import PatchConfig
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)
 UPLOAD = "_upload_modified_files"  # the method of a model with which its save ends where push_to_hub is true
+_SAVING: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()  # a save changes model and config
 DISTRIBUTED = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
@@ -43,23 +50,32 @@ def save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike[str
     """Save a model so that it loads as what it computes; see transformers for the arguments.
 
     Raises:
-        PatchError: the model is a part, with a config of its own, of one that is patched as a whole; or the positions
-            of a part were extended, which the config of the whole cannot say.
+        PatchError: the model is a part, with a config of its own, of one that is patched as a whole; the positions of
+            a part were extended, which the config of the whole cannot say; attention layers were taken out, put in or
+            moved since the model was patched.
         UnsupportedModelError: no Auto class would load it, as its config class is none that `AutoConfig` knows.
     """
-    described, folder = describe_patches(self), Path(save_directory)
-    if (described is None and not is_marked(folder)) or folder.is_file():
+    folder = Path(save_directory)
+    if not (is_patched(self) or is_marked(folder)) or folder.is_file():
         with positions_of_parts(self):
             return PLAIN_SAVE(self, save_directory, *args, **kwargs)
-    if described is not None:
-        saved_config.require_registered(self.config)
     call = SIGNATURE.bind(self, save_directory, *args, **kwargs)
     if call.arguments.get("push_to_hub"):
         call.arguments.setdefault("kwargs", {}).setdefault("repo_id", folder.name)
-    with positions_of_parts(self), _marked(self.config, described):
+    with _SAVING.setdefault(self, threading.RLock()):
+        _save(call, folder)
+
+
+def _save(call: inspect.BoundArguments, folder: Path) -> None:
+    """Save a patched model, or one in place of a patched one; no other thread saves it meanwhile."""
+    model = call.arguments["self"]
+    described = describe_patches(model)
+    if described is not None:
+        saved_config.require_registered(model.config)
+    with positions_of_parts(model), _marked(model, described):
         if call.arguments.get("distributed_checkpoint"):  # written by many processes at once, to go on training
             return PLAIN_SAVE(*call.args, **call.kwargs)
-        with _whole(self, folder, call.arguments.get("variant")) as aside:
+        with _whole(model, folder, call.arguments.get("variant")) as aside:
             call.arguments["save_directory"] = aside
             PLAIN_SAVE(*call.args, **call.kwargs)
 
@@ -71,7 +87,10 @@ def install() -> None:
 
 def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
     """Return what a config has to say of a model: the JSON form of its patch, or of its parts'; None if unpatched."""
-    parts = {path: patch.config.to_dict() for path, (_, patch) in patched_parts(model).items()}
+    patches = patched_parts(model)
+    for part, patch in patches.values():
+        require_places(part, patch.config)
+    parts = {path: patch.config.to_dict() for path, (_, patch) in patches.items()}
     if parts:
         return parts[""] if "" in parts else {saved_config.PARTS: parts}
     if not is_patched(model):
@@ -81,7 +100,19 @@ def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
             f"{type(model).__name__} is part of a model that is patched as a whole, and its own config does not say"
             " so; save the whole, or unpatch_model(whole), patch_model(part, ...) and save the part"
         )
+    require_places(model, PatchConfig.from_dict(model.config.hf_linattn))
     return model.config.hf_linattn
+
+
+def require_places(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise `PatchError` unless each attention layer has the mechanism that a loaded model would have there."""
+    served = [(architecture.self_attention_modules, config)]
+    served += [] if config.cross is None else [(architecture.cross_attention_modules, config.cross)]
+    for find, plan in served:
+        found = [mechanism_of(module) for module in find(model).values()]
+        places = [None if mechanism is None else (mechanism.layer.index, mechanism.config) for mechanism in found]
+        if places != [(i, plan.layers.get(i, make_config("softmax", {}))) for i in range(plan.num_layers)]:
+            raise PatchError(f"the attention layers of {type(model).__name__} {MOVED}")
 
 
 def is_marked(folder: Path) -> bool:
@@ -98,25 +129,26 @@ def is_marked(folder: Path) -> bool:
 
 
 @contextmanager
-def _marked(config: Any, described: dict[str, Any] | None) -> Iterator[None]:
-    """Mark a config for a while, where it is not marked by its own patch; one that is keeps the names it has."""
+def _marked(model: PreTrainedModel, described: dict[str, Any] | None) -> Iterator[None]:
+    """Have the config of a model say for a while what it has, and mark it where its own patch does not."""
+    config: Any = model.config
     if described is None:
         yield
         return
-    if isinstance(config, saved_config.LinearizedConfigMixin):
-        try:
-            yield
-        finally:  # transformers has put the name of the model's class there
-            config.architectures = saved_config.own_names(config.architectures)
-        return
+    by_patch = isinstance(config, saved_config.LinearizedConfigMixin)
     before = vars(config).get(saved_config.MODEL_TYPE)  # such as EncoderDecoderConfig copies from the config of a part
-    saved_config.mark_config(config, described)
+    if not by_patch:
+        saved_config.mark_config(config, described)
+    vars(config)[saved_config.MODULES] = saved_config.modules_of(model)
     try:
         yield
     finally:
-        saved_config.unmark_config(config)
-        if before is not None:
-            config.hf_linattn = before
+        del vars(config)[saved_config.MODULES]
+        if by_patch:  # transformers has put the name of the model's class there
+            config.architectures = saved_config.own_names(config.architectures)
+        else:
+            saved_config.unmark_config(config)
+            vars(config).update({} if before is None else {saved_config.MODEL_TYPE: before})
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
+from . import architecture, pinning
 from .attention_call import (
+    MECHANISM,
     AttentionCall,
     begin_call,
     current_call,
@@ -24,11 +26,13 @@ from .attention_call import (
     interceptor_of,
     is_replica,
     looks_back,
+    mechanism_of,
     order_option,
+    scaled,
 )
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
-from .errors import UnsupportedModeError, UnsupportedModelError
+from .errors import PatchError, UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
 from .masks import (
     POSITIONS,
@@ -46,15 +50,13 @@ from .masks import (
 )
 from .mechanisms import Mechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .mixed_adapters import refuse_mixed_adapters
-from .open_forwards import OpenForwards
+from .open_forwards import OpenForwards, require_unswitched
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, end_forward, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
 from .position_tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
 
-MECHANISM = "hf_linattn"  # the attribute of an attention module that holds its mechanism
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel
 
 
@@ -69,27 +71,6 @@ def get_implementation(config: PreTrainedConfig) -> str:
 def set_implementation(config: PreTrainedConfig, name: str) -> None:
     """Select an attention function for one config, without touching those nested in it."""
     vars(config)[CHOICE] = name  # a pinned config refuses this to everybody else
-
-
-# -- mechanisms in their modules --------------------------------------------------------------------------------------
-
-
-def mechanism_of(module: nn.Module) -> Any:
-    """Return the mechanism attached to an attention module, or None.
-
-    PEFT wraps it where `modules_to_save` names it, beside the copy that it trains: the active one is returned.
-
-    Raises:
-        UnsupportedModeError: PEFT was given the adapter of each row, and these have mechanisms of their own.
-    """
-    attached: Any = getattr(module, MECHANISM, None)
-    if attached is None or isinstance(attached, Mechanism):
-        return attached
-    if attached._forward_pre_hooks:
-        refuse_mixed_adapters(attached)
-    if attached.disable_adapters or not attached.active_adapters:
-        return attached.original_module
-    return attached.modules_to_save[attached.active_adapters[0]]
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
@@ -139,19 +120,9 @@ class PatchedModel:
         return found
 
 
-def owners(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, dict[str, nn.Module]]:
-    """Return the innermost transformers models around the modules, which make their masks, with those of each."""
-    parts = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-    owned: dict[PreTrainedModel, dict[str, nn.Module]] = {}
-    for path, module in modules.items():
-        owner = max((p for p in parts if p == "" or path.startswith(p + ".")), key=len)
-        owned.setdefault(parts[owner], {})[path] = module
-    return owned
-
-
 def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
     """Return what the hooks of these models need to know; each of them is called once per forward."""
-    return {owner: PatchedModel.of(owner, attention) for owner, attention in owners(model, modules).items()}
+    return {owner: PatchedModel.of(owner, inside) for owner, inside in architecture.owners(model, modules).items()}
 
 
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,13 +149,35 @@ def model_pre_hook(
     patched: PatchedModel = getattr(model, RECORD)
     positions = patched.positions.given(args, kwargs)
     begin_forward(positions is not None, patched.order)
+    cache = kwargs.get("past_key_values")
+    begun = isinstance(cache, Cache) and has_begun(cache)
+    if not (begun or torch.compiler.is_compiling() or is_replica(model)):
+        require_in_place(model)
     if patched.active:
-        _begin(model, patched, args, kwargs)
+        _begin(model, patched, args, kwargs, begun)
     return args, patched.positions.handed_on(kwargs, positions if patched.active else None)
 
 
+def require_in_place(model: PreTrainedModel) -> None:
+    """Raise `PatchError` unless each layer that was patched is there, once, beside copies that PEFT trains."""
+    known: list[Any] = []
+    found: dict[int, Any] = {}
+    inside: list[nn.Module | None] = [model]
+    while inside:  # four times as fast as `named_modules`
+        if (module := inside.pop()) is None:
+            continue
+        known += vars(module)[RECORD].joined if RECORD in vars(module) else ()
+        if MECHANISM in module._modules:
+            found[id(module)] = mechanism_of(module)
+        else:
+            inside += [x for name, x in module._modules.items() if name != "modules_to_save"]
+    first, second = (sorted((x.layer.cross, x.layer.index) for x in several) for several in (known, found.values()))
+    if first != second:
+        raise PatchError(f"the attention layers of {type(model).__name__} {pinning.MOVED}")
+
+
 def _begin(
-    model: PreTrainedModel, patched: PatchedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: PreTrainedModel, patched: PatchedModel, args: tuple[Any, ...], kwargs: dict[str, Any], begun: bool
 ) -> None:
     """Refuse what no patched model can answer; then let mechanisms do scheduled changes."""
     if kwargs.get("cache") is not None:  # what continuous batching calls its pages
@@ -199,7 +192,7 @@ def _begin(
         check_length(model, patched.position_tables, args, kwargs)
     cache = kwargs.get("past_key_values")
     if isinstance(cache, Cache):
-        compiling, begun = torch.compiler.is_compiling(), has_begun(cache)
+        compiling = torch.compiler.is_compiling()
         if not (compiling and begun):  # the compiled steps of `generate`, whose prompt was checked, are kept short
             modules = patched.attention.values()
             require_fitting(cache, modules, map(mechanism_of, modules))
@@ -219,6 +212,8 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
     patched: PatchedModel = getattr(model, RECORD)
     if model.training and any(mechanism.scheduled for mechanism in patched.joined):
         patched.open.begin(output)
+    if model.training:
+        require_unswitched(model, output, lambda: patched.active)
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -308,7 +303,7 @@ def attention_forward(
     positions = kwargs.get(POSITIONS) if position_ids is None or position_ids.dim() != 2 else position_ids
     ids = once(sequence_ids, positions, cu_seq_lens_q, masks.keys, query.shape[2], key.shape[2])
     hidden = running.hidden_states if (running := current_call(module)) else None
-    call = AttentionCall(_scaled(query, scaling, mechanism), key, value, masks.keys, ids, exact, hidden_states=hidden)
+    call = AttentionCall(scaled(query, scaling, mechanism), key, value, masks.keys, ids, exact, hidden_states=hidden)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()
         output = interceptor(call)
@@ -336,13 +331,6 @@ def _read_so_far(
     return key[:, :, :seen], value[:, :, :seen], mask[:, :seen] if longer and mask is not None else mask
 
 
-def _scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:
-    """Return queries for a mechanism that scales as its layer says: OPT scales its queries itself and passes 1."""
-    if scaling is None or scaling == mechanism.layer.scaling:
-        return query
-    return query * (scaling / mechanism.layer.scaling)
-
-
 def _attend_across(
     module: nn.Module,
     mechanism: Mechanism,
@@ -356,7 +344,7 @@ def _attend_across(
 ) -> Tensor:
     """Attend to an encoder's tokens [B, Hkv, Nk, D], or to what the cache layer keeps of them: [B, Nq, H, Dv]."""
     first = running.first_query(query.shape[2]) if (running := current_call(module)) else None
-    query = _scaled(query, scaling, mechanism)
+    query = scaled(query, scaling, mechanism)
     call = AttentionCall(query, key, value, key_padding_mask, None, exact, cross=True, first_query=first)
     if (interceptor := interceptor_of(mechanism)) is not None:
         mechanism.record_call()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_linattn import (
     HfLinattnError,
@@ -194,6 +195,24 @@ def test_nothing_is_half_done(mechanism):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert all(interceptor_of(mechanism) is None for mechanism in get_mechanisms(model).values())
+
+
+def test_inference_mode_around_it_changes_nothing():
+    found = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        model = make("llama")
+        with mode():
+            errors = calibrate(model, [{**x, "attention_mask": x["input_ids"] > 0} for x in make_batches(1)], steps=3)
+        found.append((dict(errors), state(model)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_what_was_loaded_inside_inference_mode_is_refused(tmp_path):
+    make("llama").save_pretrained(tmp_path)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"made inside torch.inference_mode\(\).*load the model outside of it"):
+        calibrate(model, make_batches(1))
 
 
 def test_an_unpatched_model_is_refused():

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BartConfig,
     BartForConditionalGeneration,
+    EncoderDecoderModel,
 )
 
 from hf_linattn import CheckpointError, HfLinattnError, PatchConfig, PatchError, get_mechanisms, patch_model
@@ -168,6 +170,59 @@ def test_weights_of_another_model_are_refused(folder, tmp_path):
     for auto_class in (AutoModelForCausalLM, AutoModelForSequenceClassification):
         with pytest.raises(CheckpointError, match=r"have no '.*' and lack \d+ tensors"):
             auto_class.from_pretrained(folder)
+
+
+def test_what_a_model_was_made_without_starts_anew_and_nothing_else(tmp_path):
+    """An Auto class makes a pooler, as of an unconverted encoder that was saved without one."""
+    ids, encoder = make_tokens(2, 9), make_model("bert", "Model")
+    with_pooler, encoder.pooler = encoder.pooler, None
+    expected = patch_model(encoder, "hedgehog").eval()(ids).last_hidden_state
+    encoder.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(ids).last_hidden_state, expected) and loaded.pooler is not None
+    assert AutoModel.from_pretrained(tmp_path, add_pooling_layer=False).pooler is None
+    tensors = load_file(tmp_path / WEIGHTS)
+    dropped = "encoder.layer.1.output.dense.bias"
+    save_file({name: x for name, x in tensors.items() if name != dropped}, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"no '{dropped}' and lack 1 tensors.*add_pooling_layer=False"):
+        AutoModel.from_pretrained(tmp_path)
+    encoder.pooler = with_pooler
+    encoder.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors["pooler.dense.bias"]
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"no 'pooler.dense.bias' and lack 1 tensors"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "new"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "transformer.h.0.crossattention.c_attn.weight"),
+        ("gpt2", {"tie_word_embeddings": False}, "lm_head.weight"),
+        ("llama", {"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_what_a_field_changed_on_loading_adds_starts_anew_and_nothing_else(tmp_path, name, changed, new):
+    model = make_patched(name, "hedgehog")
+    model.save_pretrained(tmp_path)
+    tensors, before = load_file(tmp_path / WEIGHTS), model.state_dict()
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, **changed, output_loading_info=True)
+    assert new in info["missing_keys"]
+    for tensor, value in loaded.state_dict().items():
+        assert tensor in info["missing_keys"] or torch.equal(value, before[tensor])
+    for dropped in (next(x for x in tensors if ".mlp." in x), next(x for x in tensors if ".hf_linattn." in x)):
+        kept = {tensor: value for tensor, value in tensors.items() if tensor != dropped}
+        save_file(kept, tmp_path / WEIGHTS, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"no '{dropped}' and lack 1 tensors"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **changed)
+
+
+def test_a_converted_decoder_becomes_half_of_a_pair(tmp_path):
+    make_patched("gpt2", "hedgehog").save_pretrained(tmp_path / "decoder")
+    patch_model(make_model("bert", "Model"), "hedgehog").save_pretrained(tmp_path / "encoder")
+    pair = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / "encoder", tmp_path / "decoder")
+    assert len(get_mechanisms(pair)) == 4 and pair.decoder.config.add_cross_attention
 
 
 def test_a_head_of_another_size_starts_anew_where_it_is_said_so(tmp_path):

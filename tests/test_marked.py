@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertModel,
     CLIPVisionConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -32,7 +39,7 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
-from hf_linattn.pinning import NAME_IN_MEMORY
+from hf_linattn.pinning import NAME_IN_MEMORY, base_class
 from tests.helpers import Snapshot, logits_of, make_patched, make_tokens
 from tests.models import GROUPED, SIZES, SPINE, TOKENS, fill, make_model
 
@@ -133,6 +140,47 @@ def test_a_class_makes_no_model_from_the_config_of_a_patched_one(tmp_path, name,
         BY_CLASS[way](model, tmp_path)
 
 
+def of_dict(config: PreTrainedConfig) -> PreTrainedConfig:
+    return base_class(type(config)).from_dict(config.to_dict())
+
+
+DICTS = {
+    "its dict": of_dict,
+    "its JSON": lambda config: base_class(type(config)).from_dict(json.loads(config.to_json_string())),
+    "by its model type": lambda config: AutoConfig.for_model(**config.to_dict()),
+    "a copy of what was made of it": lambda config: copy.deepcopy(of_dict(config)),
+}
+
+
+@pytest.mark.covering(1)
+@each_family
+@pytest.mark.parametrize("way", DICTS)
+def test_nothing_is_made_from_the_dict_of_a_patched_config(name, way):
+    model = patch_model(FAMILIES[name](), "linear")
+    whole, part = model, next(x for x in reversed(list(model.modules())) if isinstance(x, PreTrainedModel))
+    for patched in (whole, part):
+        kind, config = type(patched), DICTS[way](patched.config)
+        with pytest.raises(PatchError, match=r"the dict of a patched model's config.*from_config\(model.config\)"):
+            kind(config)
+        unpatched = DICTS[way](FAMILIES[name]().config)
+        assert not is_patched(type(whole)(unpatched))
+
+
+def test_no_pair_is_made_from_the_configs_of_patched_halves():
+    encoder = patch_model(make_model("bert", "Model"), "linear")
+    decoder = patch_model(make_model("bert", "LMHeadModel", is_decoder=True, add_cross_attention=True), "linear")
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder.config, decoder.config)
+    for make in (EncoderDecoderModel, AutoModelForSeq2SeqLM.from_config):
+        with pytest.raises(PatchError, match="BertConfig was made from the dict of a patched model's config"):
+            make(config)
+    pair = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    assert is_patched(pair.encoder) and is_patched(pair.decoder)
+    with pytest.raises(PatchError, match="from the dict of a patched model's config"):
+        EncoderDecoderModel(copy.deepcopy(pair.config))
+    unpatch_model(pair)
+    assert not is_patched(EncoderDecoderModel(pair.config)) and not is_patched(BertModel(pair.encoder.config))
+
+
 @each_family
 def test_an_auto_class_makes_a_patched_model_from_the_config_of_one(tmp_path, name):
     model = FAMILIES[name]()
@@ -158,8 +206,55 @@ def test_a_layer_that_was_put_in_later_is_named():
     model = patch_model(make_model("llama"), "linear")
     model.model.layers[1] = copy.deepcopy(make_model("llama").model.layers[1])
     model.model.layers[1].self_attn.config = model.config
-    with pytest.raises(PatchError, match="LlamaAttention has attn_implementation 'hf_linattn' and no mechanism"):
+    with pytest.raises(PatchError, match="attention layers of LlamaModel are not those that were patched"):
         logits_of(model, IDS)
+    with pytest.raises(PatchError, match="LlamaAttention has attn_implementation 'hf_linattn' and no mechanism"):
+        model.model.layers[1](torch.zeros(1, 3, 32), position_embeddings=(torch.zeros(1, 3, 8),) * 2)
+
+
+# -- layers that are taken out, doubled or moved ----------------------------------------------------------------------
+
+
+def swap(layers: nn.ModuleList) -> None:
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+SURGERY = {
+    "taken out": lambda layers: layers.__delitem__(0),
+    "the last taken out": lambda layers: layers.__delitem__(1),
+    "doubled": lambda layers: layers.append(copy.deepcopy(layers[1])),
+    "written over": lambda layers: layers.__setitem__(1, copy.deepcopy(layers[0])),
+    "swapped": swap,
+}
+
+
+@pytest.mark.parametrize("plan", ["linear", {"local": {"layers": "0", "window_size": 4}, "linear": "1"}])
+@pytest.mark.parametrize("how", SURGERY)
+def test_a_model_whose_layers_were_moved_is_not_saved_and_can_be_patched_anew(tmp_path, how, plan):
+    """A loaded model would have the mechanisms in other places, or not load."""
+    model, plain = patch_model(make_model("llama"), plan), make_model("llama")
+    logits_of(model, IDS)
+    for changed in (model, plain):
+        SURGERY[how](changed.model.layers)
+        changed.config.num_hidden_layers = len(changed.model.layers)
+        for index, layer in enumerate(changed.model.layers):
+            layer.self_attn.layer_idx = index
+    moved = "are not those that were patched, in their order.*unpatch_model"
+    for part in (model, model.model):
+        with pytest.raises(PatchError, match=f"layers of {type(part).__name__} {moved}"):
+            part.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    if how != "swapped":  # where each layer goes on with its own mechanism
+        for _ in range(2):
+            with pytest.raises(PatchError, match=moved):
+                logits_of(model, IDS)
+        with original_attention(model), pytest.raises(PatchError, match=moved):
+            logits_of(model, IDS)
+    unpatch_model(model)
+    assert not is_patched(model) and torch.equal(logits_of(model, IDS), logits_of(plain, IDS))
+    patch_model(model, "linear").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits_of(loaded, IDS), logits_of(patch_model(plain, "linear"), IDS))
 
 
 @pytest.mark.parametrize("name", SPINE)

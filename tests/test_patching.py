@@ -1,4 +1,4 @@
-"""patch_model, unpatch_model and original_attention: what they change, undo and refuse."""
+"""patch_model and unpatch_model: what they change, undo and refuse."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    EncoderDecoderModel,
     MambaConfig,
     MambaForCausalLM,
     T5Config,
@@ -51,7 +51,6 @@ from tests.helpers import (
     logits_of,
     make_patched,
     make_tokens,
-    pad,
 )
 from tests.models import NUM_LAYERS, SPINE, make_model
 
@@ -241,71 +240,6 @@ def test_an_attachment_that_stops_half_way_is_undone(monkeypatch, name, step):
     before.assert_kept(model)
 
 
-@each_patch
-def test_original_attention_is_the_original_bit_for_bit(name, mechanism):
-    ids = make_tokens(2, 9)
-    model = make_model(name)
-    softmax = logits_of(model, ids)
-    patch_model(model, mechanism, **OPTIONS.get(mechanism, {}))
-    before = Snapshot.of(model)
-    with original_attention(model) as teacher:
-        assert teacher is model
-        assert torch.equal(logits_of(model, ids), softmax)
-        with original_attention(model):
-            assert torch.equal(logits_of(model, ids), softmax)
-        assert torch.equal(logits_of(model, ids), softmax)
-    before.assert_kept(model)
-
-
-@pytest.mark.parametrize("patched", ["whole", "halves"])
-def test_a_pair_of_models_takes_padded_rows_until_it_is_unpatched(patched):
-    """A pair gives its halves new configs, by which they make masks; their attention modules keep the old ones."""
-    halves = make_model("bert", "Model"), make_model("bert", "LMHeadModel", is_decoder=True, add_cross_attention=True)
-    ids, mask = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0, "right")
-    given = {"attention_mask": mask, "decoder_input_ids": ids[:, :3]}
-    plain = EncoderDecoderModel(encoder=copy.deepcopy(halves[0]), decoder=copy.deepcopy(halves[1])).eval()
-    softmax, before = logits_of(plain, ids, **given), Snapshot.of(plain)
-    if patched == "whole":
-        model = patch_model(plain, "linear")
-    else:
-        encoder, decoder = (patch_model(half, "linear") for half in halves)
-        model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
-    got = logits_of(model, ids, **given)
-    assert not torch.allclose(got, softmax)
-    assert_close(got[1:], logits_of(model, ids[1:, :4], decoder_input_ids=ids[1:, :3]))
-    with original_attention(model):
-        assert torch.equal(logits_of(model, ids, **given), softmax)
-    assert torch.equal(logits_of(model, ids, **given), got)
-    assert torch.equal(logits_of(unpatch_model(model), ids, **given), softmax)
-    if patched == "whole":
-        before.assert_kept(model)
-
-
-@each_family
-def test_original_attention_ends_with_an_exception(name):
-    model = make_patched(name)
-    before = Snapshot.of(model)
-    with pytest.raises(ZeroDivisionError), original_attention(model), original_attention(model):
-        raise ZeroDivisionError
-    before.assert_kept(model)
-
-
-def test_a_model_that_is_unpatched_within_original_attention_stays_so():
-    model = make_model("llama")
-    before = Snapshot.of(model)
-    with original_attention(patch_model(model, "performer")):
-        unpatch_model(model)
-    before.assert_kept(model)
-
-
-@each_family
-def test_original_attention_gives_its_attention_matrices(name):
-    model = make_patched(name, attn_implementation="eager")
-    with original_attention(model):
-        attentions = model(input_ids=make_tokens(2, 9), output_attentions=True).attentions
-    assert_close(attentions[0].sum(-1), torch.ones(attentions[0].shape[:3]))
-
-
 @each_family
 def test_models_made_from_one_config_stay_apart(name):
     model = make_model(name)
@@ -320,19 +254,43 @@ def test_models_made_from_one_config_stay_apart(name):
     before.assert_kept(unpatch_model(twin))
 
 
+def saved_and_loaded(model):
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options"),
+    [("hedgehog", {}), ("gated_deltanet", {}), ("linformer", {"max_positions": 70}), ("vq", {}), ("hybrid", {})],
+)
+def test_what_was_patched_inside_inference_mode_is_trained(mechanism, options):
+    grads = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        model, ids = make_model("gpt2").train(), make_tokens(2, 9)
+        with mode():
+            patch_model(model, mechanism, **options)
+        assert not any(tensor.is_inference() for tensor in chain(model.parameters(), model.buffers()))
+        torch.manual_seed(0)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(gradient is not None for gradient in grads[0].values())
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 @each_family
-@pytest.mark.parametrize("way", ["copy.deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_a_model_of_its_own(name, way):
     model, ids = make_patched(name), make_tokens(2, 9)
     expected = logits_of(model, ids)
-    if way == "copy.deepcopy":
-        copied = copy.deepcopy(model)
-    elif way == "pickle":
-        copied = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, file := io.BytesIO())
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
+    copied = COPIES[way](model)
     unpatch_model(model)
     assert is_patched(copied)
     assert torch.equal(logits_of(copied, ids), expected)

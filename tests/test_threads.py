@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from hf_linattn import get_mechanisms, patch_model
 from hf_linattn.attention_call import current_call, intercept_attention, interceptor_of
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS, list_mechanisms
-from tests.helpers import each_of, make_patched, make_tokens
+from tests.helpers import each_of, logits_of, make_patched, make_tokens
 from tests.models import make_model
 
 LENGTHS = 7, 16
@@ -167,3 +168,17 @@ def test_a_call_inside_a_call_of_the_same_layer(mechanism):
             model(rows[0], use_cache=True)
         handle.remove()
     assert current_call(attention) is None
+
+
+@pytest.mark.parametrize("patched", ["whole", "part"])
+def test_two_threads_save_one_model(tmp_path, patched):
+    """A save changes the model and its config for a while; where a part is patched, so that it loads as it is."""
+    model = make_model("llama")
+    patch_model(model if patched == "whole" else model.model, "linear")
+    ids = make_tokens(2, 9)
+    expected = logits_of(model, ids)
+    folders = [[tmp_path / f"{number}{turn}" for turn in range(4)] for number in range(2)]
+    together(model, lambda number: [model.save_pretrained(folder) for folder in folders[number]], meetings=False)
+    for folder in tmp_path.iterdir():
+        assert not list(folder.glob(".*"))
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(folder).eval(), ids), expected)

@@ -63,6 +63,7 @@ SIGNALS: dict[str, tuple[str, ...]] = {
 LEAST_PROMPTS = 3  # that the original must answer for recall to choose
 
 
+@torch.inference_mode(False)
 def choose_plan(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase | None,

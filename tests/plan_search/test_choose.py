@@ -187,6 +187,15 @@ def test_prompts_longer_than_the_positions_and_answers_without_tokens_are_refuse
         choose_plan(make_retriever(), tokenizer, 1, prompts=[unknown])
 
 
+def test_inference_mode_around_it_changes_nothing():
+    model, records = make_retriever(), []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode():
+            text = [{"input_ids": TEXT[0]["input_ids"] % 30}]
+            records.append(choose(model, 1, signal="divergence", batches=text).record)
+    assert records[1].scores == records[0].scores
+
+
 def test_where_recall_cannot_choose_divergence_does_and_says_so(caplog):
     wrong = [SimpleNamespace(**{**vars(p), "answer_ids": [9]}) for p in make_prompts()]
     cases = {
