@@ -14,7 +14,9 @@ from hf_linattn import (
     OptionError,
     PatchError,
     calibrate,
+    choose_plan,
     get_mechanisms,
+    layer_sensitivity,
     list_mechanisms,
     original_attention,
     patch_model,
@@ -25,6 +27,7 @@ from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.models import ARCHITECTURES, positions_of, random_tokens, tiny_model
 from tests.helpers import each_of, layer_errors, make_tokenizer, make_tokens
 from tests.models import make_model
+from tests.plan_search.retriever import make_retriever
 
 LENGTH = 48
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -302,6 +305,31 @@ def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     with pytest.raises(HfLinattnError, match=message):
         calibrate(model, batches, **options)
     assert all(torch.equal(before[name], tensor) for name, tensor in state(model).items())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": [[5, 6]]}, "batches must hold dicts of tensors, got 'input_ids' as a list"),
+        ({"input_ids": torch.arange(5, 9)}, r"input_ids of batches must be \[rows, tokens\], .* got \[4\]"),
+        ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of batches must be .* one of each, got \[0, 4\]"),
+        ({"input_ids": torch.tensor([[5, 30]])}, r"batches hold token 30, which is beyond the 30 of the model"),
+        (
+            {"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(2, 5)},
+            r"attention_mask of batches must be \[2, 4\], as input_ids are, got \[2, 5\]",
+        ),
+    ],
+    ids=["lists", "row", "empty", "vocabulary", "mask"],
+)
+def test_what_no_model_reads_is_refused_wherever_batches_are_taken(batch, message):
+    patched = patch_model(make_retriever(), "hedgehog")
+    for take in (
+        lambda: choose_plan(make_retriever(), None, 1, signal="divergence", batches=[batch]),
+        lambda: calibrate(patched, [batch]),
+        lambda: layer_sensitivity(patched, [batch]),
+    ):
+        with pytest.raises(OptionError, match=message):
+            take()
 
 
 def test_a_layer_that_runs_twice_has_one_error_for_each_batch():

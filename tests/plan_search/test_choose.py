@@ -21,11 +21,9 @@ from hf_linattn import (
     PatchError,
     UnknownNameError,
     UnsupportedModelError,
-    calibrate,
     choose_plan,
     get_mechanisms,
     get_patch_config,
-    layer_sensitivity,
     patch_model,
 )
 from hf_linattn.evaluation.recall import OwnAnswer
@@ -150,31 +148,6 @@ def test_options_are_checked_and_nothing_is_changed(options, error, message):
     with pytest.raises(error, match=message):
         choose(model, 1, **options)
     assert before.structure == Snapshot.of(model, before.logits).structure
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"input_ids": [[5, 6]]}, "batches must hold dicts of tensors, got 'input_ids' as a list"),
-        ({"input_ids": torch.arange(5, 9)}, r"input_ids of batches must be \[rows, tokens\], .* got \[4\]"),
-        ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of batches must be .* one of each, got \[0, 4\]"),
-        ({"input_ids": torch.tensor([[5, 30]])}, r"batches hold token 30, which is beyond the 30 of the model"),
-        (
-            {"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(2, 5)},
-            r"attention_mask of batches must be \[2, 4\], as input_ids are, got \[2, 5\]",
-        ),
-    ],
-    ids=["lists", "row", "empty", "vocabulary", "mask"],
-)
-def test_what_no_model_reads_is_refused_wherever_batches_are_taken(batch, message):
-    patched = patch_model(make_retriever(), "hedgehog")
-    for take in (
-        lambda: choose(make_retriever(), 1, signal="divergence", batches=[batch]),
-        lambda: calibrate(patched, [batch]),
-        lambda: layer_sensitivity(patched, [batch]),
-    ):
-        with pytest.raises(OptionError, match=message):
-            take()
 
 
 def test_prompts_longer_than_the_positions_and_answers_without_tokens_are_refused():
