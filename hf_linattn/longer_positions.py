@@ -53,6 +53,9 @@ RELATIVE = "relative"  # in the names of numbers that distances are put into buc
 
 UNTURNED = "no layer that sees the whole input turns by rope parameters; leave extend_positions out"
 
+# what validators of configs and the formulas of rotations raise: of head_dim=None, of 2 turned dimensions, ...
+UNMADE = (StrictDataclassError, ValueError, ArithmeticError, TypeError, RuntimeError)
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -248,8 +251,9 @@ def _made_of(root: PreTrainedModel, longer: Any) -> PreTrainedModel:
             if hasattr(config, "validate"):  # as `save_pretrained` asks
                 config.validate()
         return blueprint(root, longer)
-    except (StrictDataclassError, ValueError, ArithmeticError) as error:
-        raise _nothing(root, f"transformers refuses the longer config ({one_line(error)})") from error
+    except UNMADE as error:
+        said = f"transformers refuses the longer config ({one_line(error)}); give another method, if it has one"
+        raise _nothing(root, said) from error
 
 
 def _changes(

@@ -71,12 +71,17 @@ def test_a_longer_config_that_transformers_refuses_is_refused_before_anything_ch
 
 
 def test_a_formula_without_a_result_is_refused():
-    """That of `dynamic` divides by the turned dimensions less two."""
+    """That of `dynamic` divides by the turned dimensions less two; that of `yarn` needs a head_dim."""
     model = transformers.GPTNeoXModel(tiny_config(transformers.GPTNeoXConfig))
     size = model.config.hidden_size // model.config.num_attention_heads
     model.config.rope_parameters["partial_rotary_factor"] = 2 / size
     with pytest.raises(UnsupportedModelError, match=r"transformers refuses the longer config \(division by zero"):
         extend_positions(model, 5000, "dynamic")
+    model = make("LlamaModel")
+    model.config = copy.deepcopy(model.config)
+    model.config.head_dim = None
+    with pytest.raises(UnsupportedModelError, match=r"refuses the longer config .*NoneType.*; give another method"):
+        extend_positions(model, NEW, "yarn")
 
 
 @pytest.mark.parametrize(
