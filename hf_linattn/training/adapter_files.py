@@ -38,7 +38,7 @@ from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.transformers_bridge import MECHANISM
 
 PREFIX = "base_model.model."  # of the names that PEFT gives tensors
-ADAPTED = BaseTunerLayer, ModulesToSaveWrapper  # what PEFT puts in the place of a module
+ADAPTED = BaseTunerLayer, ModulesToSaveWrapper  # what PEFT puts in place of a module
 
 
 class AdapterType(StrEnum):
