@@ -194,9 +194,10 @@ def started_anew(model: PreTrainedModel, missing: Iterable[str], name: Any, wher
     """
     saved, _ = PreTrainedConfig.get_config_dict(name, **where)
     before, now = (tensors_of(model, config) for config in (read_config(saved), model.config))
-    modules, parts = saved.get(MODULES), [path for path, x in model.named_modules() if isinstance(x, PreTrainedModel)]
     new = set(missing) & (now - before)
-    for tensor in missing if modules is not None else ():
+    modules, parts = saved.get(MODULES), [path for path, x in model.named_modules() if isinstance(x, PreTrainedModel)]
+    alike = type(model).__name__ in class_names(model.config)  # else the same modules have other paths
+    for tensor in missing if alike and modules is not None else ():
         part = max((path for path in parts if path == "" or tensor.startswith(f"{path}.")), key=len)
         child = tensor.removeprefix(part).removeprefix(".").partition(".")[0]
         if f"{part}.{child}".removeprefix(".") not in modules:

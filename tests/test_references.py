@@ -16,7 +16,7 @@ FILE = re.compile(r"(?<![\w./\"'])(?:\w+/)*\w+\.(?:c|h|py)\b(?!\.\w|\[)")
 PLACE = re.compile(rf"`?(\w+)`? (?:of|in) `?({FILE.pattern})")  # a name of a file
 C_COMMENT = re.compile(r"/\*.*?\*/", re.S)
 # what is not the project's: other libraries and their objects, attributes of a model, files of checkpoints
-FOREIGN = {"torch", "rich", "config", "model", "query_map", "key_map"}
+FOREIGN = {"torch", "rich", "evaluate", "config", "model", "query_map", "key_map"}
 FOREIGN_FILES = {"transformer.h", "configuration_hf_linattn.py"}
 SUFFIXES = {"c", "h", "py", "md", "json", "safetensors"}
 ENGLISH = {"as", "names", "pass"}  # before a file, and no name of it

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ..common.numerics import LN_2, LOWEST
 from ..common.precision import wide
 from ..runtime.cpu import flop_formula, operation
-from ..runtime.triton import launch, no_kernels, padded, precision, require_kernels
+from ..runtime.triton import head_strides, launch, merge_groups, no_kernels, padded, precision, require_kernels
 from ..runtime.triton_row_products import row_products
 from ..window.autograd import Window
 from ..window.triton import TRITON_WINDOW, attend_prompt
@@ -45,13 +45,13 @@ def block_softmax_triton(
     (batch, heads, groups, length, _), begins = query.shape, before is not None and before_log is not None
     before, before_log = (out, log) if before is None or before_log is None else (before, before_log)
     shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
-    query, out, before = query.flatten(1, 2), _as_heads(out), before.flatten(1, 2)
+    query, out, before = query.flatten(1, 2), merge_groups(out), before.flatten(1, 2)
     sizes = sizes_for(query, value)
     grid = (batch * heads * groups * len(table) * -(-block_size // sizes["ROWS"]),)
     launch(
         attend_blocks, grid, query,
         query, key, value, out, log.view(-1), before, before_log.contiguous(), shared_key, shared_value, shown, table,
-        *_strides(query, key, value, out, before, shared_key, shared_value), *strides,
+        *head_strides(query, key, value, out, before, shared_key, shared_value), *strides,
         heads * groups, groups, length, first, block_size, *table.shape, shared_key.shape[2], *columns, begun,
         before_log.shape[3], scaling, **sizes, CAUSAL=causal, BEGINS=begins, BIASED=bias is not None,
     )  # fmt: skip
@@ -75,13 +75,13 @@ def block_softmax_backward_triton(
     # without keys all scores are LOWEST, and weights zero
     sums = (torch.where(log > LOWEST / 2, log, 0.0) / LN_2).contiguous(), weight_grad.contiguous()
     shown, strides, *columns = _bias(bias, query, shared_key.shape[2])
-    query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), _as_heads(d_query)
+    query, grad, d_query = query.flatten(1, 2), grad.flatten(1, 2), merge_groups(d_query)
     sizes, shared, biased = sizes_for(query, value), shared_key.shape[2], bias is not None
     grid: tuple[int, ...] = (batch * heads * groups * len(table) * -(-block_size // sizes["ROWS"]),)
     launch(
         reverse_queries, grid, query,
         query, key, value, grad, *sums, d_query, shared_key, shared_value, shown, table,
-        *_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
+        *head_strides(query, key, value, grad, d_query, shared_key, shared_value), *strides,
         heads * groups, groups, length, first, block_size, *table.shape, shared, *columns, scaling,
         **sizes, CAUSAL=causal, BIASED=biased,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def block_softmax_backward_triton(
         launch(
             reverse_keys, grid, query,
             query, key, value, grad, *sums, d_key, d_value, shown, met_by, met_from.contiguous(),
-            *_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
+            *head_strides(query, key, value, grad), *d_key.stride()[:4], *d_value.stride()[:4], *strides,
             heads * groups, groups, length, first, block_size, len(met_from), offset, columns[1], key.shape[2], size,
             number, scaling, **sizes, CAUSAL=causal, BIASED=biased,
         )  # fmt: skip
@@ -149,16 +149,6 @@ def _bias(bias: Tensor | None, like: Tensor, shared: int) -> tuple[Tensor, tuple
         bias = F.pad(bias, (0, -bias.shape[-1] % ALIGNED))
     steps = (0 if size == 1 else step for size, step in zip(bias.shape[:-1], bias.stride(), strict=False))
     return bias, tuple(steps), shared + missing, bias.shape[-1]
-
-
-def _as_heads(x: Tensor) -> Tensor:
-    """x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
-    return x.view(x.shape[0], -1, *x.shape[3:])
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Numbers from one batch, head and token of each to the next."""
-    return [step for x in tensors for step in x.stride()[:3]]
 
 
 def sizes_for(query: Tensor, value: Tensor) -> dict[str, Any]:

@@ -47,6 +47,16 @@ def no_kernels(*heads: Tensor) -> str | None:
     return None if heads[0].dtype in kinds() else str(heads[0].dtype).removeprefix("torch.")
 
 
+def merge_groups(x: Tensor) -> Tensor:
+    """Return x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
+    return x.view(x.shape[0], -1, *x.shape[3:])
+
+
+def head_strides(*tensors: Tensor) -> list[int]:
+    """Return the numbers from one batch, head and token of each tensor to the next."""
+    return [step for x in tensors for step in x.stride()[:3]]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], heads: Tensor, *operands: Any, **sizes: Any) -> None:
     """Run a kernel on the GPU that has the heads, which need not be the current one."""
     with torch.cuda.device_of(heads), without_groups(heads.device):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows, empty_output, operation
-from ..runtime.triton import is_large, launch, padded, precision, require_kernels
+from ..runtime.triton import head_strides, is_large, launch, merge_groups, padded, precision, require_kernels
 from .autograd import Window, WindowSoftmax, count_flops, count_reverse_flops
 from .triton_kernels import attend_window, reverse_window_keys, reverse_window_queries
 
@@ -62,11 +62,12 @@ def window_softmax_triton(
     given = {"STARTS": starts, "ENDS": ends, "BESIDE": sink, "FAR": mix, "DECAYED": rate, "GATED": far_gate}
     begin, begin_log = (out, log) if before is None or before_log is None else (before, before_log.contiguous())
     sizes = sizes_for(attend_window, query, value, window)
-    query, place, begin = query.flatten(1, 2), _as_heads(out), begin.flatten(1, 2)
+    query, place, begin = query.flatten(1, 2), merge_groups(out), begin.flatten(1, 2)
     launch(
         attend_window, (batch * heads * groups * -(-length // sizes["ROWS"]),), query,
-        query, key, value, place, place if rest is None else _as_heads(rest), log.view(-1), begin, begin_log,
-        *(log if x is None else x.contiguous() for x in given.values()), *_strides(query, key, value, place, begin),
+        query, key, value, place, place if rest is None else merge_groups(rest), log.view(-1), begin, begin_log,
+        *(log if x is None else x.contiguous() for x in given.values()),
+        *head_strides(query, key, value, place, begin),
         heads * groups, groups, length, begun, begin_log.shape[3], window, sinks, scaling,
         **sizes, SINKS=SINKS if sinks else 0, CAUSAL=causal, BEGINS=begins, SPLIT=split,
         **{name: x is not None for name, x in given.items()},
@@ -93,14 +94,14 @@ def window_softmax_backward_triton(
     sizes = sizes_for(reverse_window_queries, query, value, window)
     tiles = -(-length // sizes["ROWS"])
     of_sinks = [x.new_empty(batch, heads, groups * tiles, sinks, x.shape[-1], dtype=log.dtype) for x in (key, value)]
-    query, grad, begin, place = query.flatten(1, 2), grad.flatten(1, 2), begin.flatten(1, 2), _as_heads(out)
-    d_query, d_begin, weight_grad = _as_heads(d_query), _as_heads(d_begin), torch.empty_like(log)
+    query, grad, begin, place = query.flatten(1, 2), grad.flatten(1, 2), begin.flatten(1, 2), merge_groups(out)
+    d_query, d_begin, weight_grad = merge_groups(d_query), merge_groups(d_begin), torch.empty_like(log)
     where, begin_log = log if ends is None else ends.contiguous(), begin_log.contiguous()
     launch(
         reverse_window_queries, (batch * heads * groups * tiles,), query,
-        query, key, value, grad, place, place if rest is None else _as_heads(rest), log, log_grad.contiguous(), begin,
-        begin_log, where, d_query, d_begin, d_begin_log, weight_grad, *of_sinks,
-        *_strides(query, key, value, grad, place, begin, d_query, d_begin),
+        query, key, value, grad, place, place if rest is None else merge_groups(rest), log, log_grad.contiguous(),
+        begin, begin_log, where, d_query, d_begin, d_begin_log, weight_grad, *of_sinks,
+        *head_strides(query, key, value, grad, place, begin, d_query, d_begin),
         heads * groups, groups, length, begun, begin_log.shape[3], window, sinks, scaling,
         **sizes, SINKS=SINKS if sinks else 0, BEGINS=begins, SPLIT=split, **flags,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def window_softmax_backward_triton(
     launch(
         reverse_window_keys, (batch * heads * -(-length // sizes["COLUMNS"]),), query,
         query, key, value, grad, log, weight_grad, where, d_key, d_value,
-        *_strides(query, key, value, grad, d_key, d_value), heads * groups, groups, length, window, sinks, scaling,
+        *head_strides(query, key, value, grad, d_key, d_value), heads * groups, groups, length, window, sinks, scaling,
         **sizes, **flags,
     )  # fmt: skip
     for gradient, parts in zip((d_key, d_value), of_sinks, strict=True):
@@ -155,16 +156,6 @@ def attend_prompt(
         starts=starts, sink=sink, **rest,
     )  # fmt: skip
     return output.flatten(1, 2)
-
-
-def _as_heads(x: Tensor) -> Tensor:
-    """x [B, Hkv, G, N, D] as [B, H, N, D] in the same memory, to be written."""
-    return x.view(x.shape[0], -1, *x.shape[3:])
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Numbers from one batch, head and token of each to the next."""
-    return [step for x in tensors for step in x.stride()[:3]]
 
 
 def sizes_for(kernel: Any, query: Tensor, value: Tensor, window: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 What is seen follows from places, so no mask and no table of blocks is read. A program has `ROWS` queries, or `COLUMNS`
 keys, and meets the others tile by tile; sinks come in tiles of `SINKS`. Each query may begin with one more value, and
-each gradient is written by one program. Scores are in powers of two, as in `block_kernels`.
+each gradient is written by one program. Scores are in powers of two, as in the `triton_kernels` of blocks.
 
 A prompt without gradients (`attend_window` alone): each row may begin further on, a score without value stands beside
 all keys, and what lies beyond the window has an average of its own (`Far`), of which a gate says how much counts.
