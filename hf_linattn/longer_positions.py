@@ -86,7 +86,8 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
         model: a transformers model, a part of one, or a wrapper around one; not patched.
         max_length: tokens of the longest input.
         method: copy (default), mirror or interpolate for learned tables; yarn (default), linear or dynamic for rotary
-            positions; None alone for sinusoids. tokenizer: its `model_max_length` is set, if given.
+            positions; None alone for sinusoids.
+        tokenizer: its `model_max_length` is set, if given.
 
     Raises:
         OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
