@@ -91,9 +91,7 @@ def extend_positions(model: ModelT, max_length: int, method: str | None = None, 
 
     Raises:
         OptionError: `max_length` is not above what the model has, or `method` is none of this model's.
-        UnsupportedModelError: there is nothing to extend (no positions, relative biases, ALiBi, a grid of patches), or
-            it cannot be done (weights on the meta device, another rope type already, a longer config that
-            transformers refuses); the message says which.
+        UnsupportedModelError: there is nothing to extend (relative biases, ALiBi), or it cannot be done, as it says.
         PatchError: the model is patched; extend it before.
 
     Examples:

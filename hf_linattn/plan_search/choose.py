@@ -109,9 +109,7 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
-    config, texts = read_replacement(replace, unit), [] if batches is None else list(batches)
-    for batch in texts:
-        require_tensors(model, batch)
+    config, texts = read_replacement(replace, unit), read_batches(model, batches)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
     with gated(model, config, unit) as gates, torch.no_grad():
@@ -126,6 +124,14 @@ def choose_plan(
             options={**settings.recorded(), "keep": keep if settings.state_bytes is None else None},
         )  # fmt: skip
     return ChosenPlan.of(record)
+
+
+def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | None) -> list[Mapping[str, Tensor]]:
+    """Return batches of text, none for None, once each is known to be what the model takes."""
+    texts = [] if batches is None else list(batches)
+    for batch in texts:
+        require_tensors(model, batch)
+    return texts
 
 
 def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
