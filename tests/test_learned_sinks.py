@@ -130,7 +130,7 @@ def test_generation_with_a_cache_is_that_without(plan):
 def test_what_leaves_them_out_says_so(caplog, family, plan, losing):
     with caplog.at_level("WARNING", "hf_linattn"):
         patch_model(make(family), plan)
-    messages = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.patching"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "hf_linattn.building"]
     assert len(messages) == bool(losing)
     if losing:
         assert f": {losing}" in messages[0] and "leaves out" in messages[0] and "hybrid" in messages[0]

@@ -184,7 +184,7 @@ def _check_sizes(
     batch, heads = given[:2]
     if known[0] != batch or not known[1] or heads % known[1] or given[3] != width or known[3] != width:
         _refuse("query and key", query, key, f"must be [B, H, Nq, {width}] and [B, Hkv, Nk, {width}], Hkv dividing H")
-    if not (batch and given[2] and known[2]):
+    if not (batch and given[2] and (known[2] or layer.cross)):  # a step across reads what its state has
         _refuse("query and key", query, key, "must have a row and a token at least")
     if value.shape[:3] != known[:3]:
         _refuse("key and value", key, value, "must have the same rows, heads and tokens")

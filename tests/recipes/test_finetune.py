@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_the_option(tmp_path, monkeyp
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_directory, "write_text", full)
+    monkeypatch.setattr(run_directory, "write_json", full)
     with pytest.raises(OptionError, match=r"output_dir='.*' cannot be written to: .*No space left .*; give another"):
         RunDirectory(tmp_path / "out", make_training(tmp_path / "out")).open({})
 
