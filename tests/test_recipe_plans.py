@@ -78,7 +78,7 @@ def allocated(run, stage) -> int:
     options = {"learning_rate": 1e-3, "max_steps": plan.max_steps, "teacher": stage.teacher(run)}
     matrix_rate("cpu", torch.bfloat16)  # is measured once, on matrices that are larger than these models
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        fine_tune(model, plan.data, plan.training, run.directory.path / stage.name, **options)
+        fine_tune(model, plan.data, plan.training, run.directory.path.with_name(stage.name), **options)
     events = [x for x in watched.profiler.kineto_results.events() if x.name() == "[memory]"]
     taken = torch.tensor([x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())]).cumsum(0)
     return weights + int(taken.max())
