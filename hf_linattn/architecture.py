@@ -25,7 +25,7 @@ from .mechanisms import AttentionLayer
 from .rope import Rotation, find_rotation
 
 # where attention modules and configs keep their sizes, most specific first
-NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "decoder_self_attention_heads")  # RF-DETR
 HEAD_DIM = ("head_dim", "attention_head_size", "dim_head", "d_head")
 # the projections that make keys of whole heads, and of latent attention the queries, whose heads are as wide as keys
 KEY_PROJECTIONS = ("k_proj", "key", "k_lin")

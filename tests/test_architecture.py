@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperModel
+from transformers import CONFIG_MAPPING, AutoModel, WhisperConfig, WhisperModel
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model
 from hf_linattn.errors import HfLinattnError
 from hf_linattn.position_tables import position_tables
-from hf_linattn.support.tiny import tiny_model
+from hf_linattn.support.tiny import tiny_config, tiny_model
 from tests.models import ARCHITECTURES, HEAD_DIM, LATENT, NUM_HEADS, make_latent, make_model
 
 UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
@@ -44,6 +44,14 @@ def test_a_field_of_shared_heads_that_a_model_does_not_read_is_not_read_either()
     model = patch_model(make_model("gpt2", num_key_value_heads=NUM_HEADS // 2), "hedgehog")
     assert {x.layer.num_key_value_heads for x in get_mechanisms(model).values()} == {NUM_HEADS}
     assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
+def test_heads_that_a_config_counts_by_a_name_of_its_own():
+    config = tiny_config(CONFIG_MAPPING["rf_detr"])
+    model = AutoModel.from_config(config)
+    layers = architecture.describe_layers(model, architecture.self_attention_modules(model))
+    found = {layer.num_heads for path, layer in layers.items() if path.startswith("decoder.")}
+    assert found == {config.decoder_self_attention_heads}
 
 
 @pytest.mark.parametrize("model_type", LATENT)
