@@ -14,6 +14,7 @@ import copy
 import hashlib
 import math
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -171,22 +172,22 @@ def draw(document: Document, path: Path) -> None:
     models = list(document["originals"])
     figure, panels = blank_figure("Recall and perplexity after the same training", 2 * len(models))
     for panel, (model, found) in zip(panels, product(models, (True, False)), strict=True):
-        near: dict[tuple[int, float], dict[str, float]] = {}  # points that share a label
+        near: dict[tuple[float, float], dict[str, tuple[int, float]]] = {}  # points that share a label
         for row in (row for row in document["rows"] if row["model"] == model):
-            share, loss = needle_share(row["trained"]), mixture_loss(row["trained"])
+            size, share, loss = row["state_bytes"], needle_share(row["trained"]), mixture_loss(row["trained"])
             value, group = (share, round(share, 1)) if found else (math.exp(loss), round(loss, 1))
-            near.setdefault((row["state_bytes"], group), {})[row["name"]] = value
+            near.setdefault((round(math.log10(size), 1), group), {})[row["name"]] = (size, value)
             colour = ORIGINAL if row["name"] == "softmax" else PATCHED
-            panel.plot(row["state_bytes"], value, color=colour, marker="o", markersize=3)
-        for (size, _), values in near.items():
+            panel.plot(size, value, color=colour, marker="o", markersize=3)
+        for points in near.values():
+            place = tuple(max(numbers) for numbers in zip(*points.values(), strict=True))
             panel.annotate(
-                ", ".join(values), (size, max(values.values())), fontsize=5, xytext=(0, 4),
-                textcoords="offset points", ha="center",
+                textwrap.fill(", ".join(points), 50), place, fontsize=5, xytext=(4, 1), textcoords="offset points",
             )  # fmt: skip
         panel.set_xscale("log")
         panel.margins(x=0.12, y=0.1)
         panel.set_xlabel("bytes of decoding state")
-        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_ylabel(f"{model}: {'needles found at 512 tokens' if found else 'perplexity of the mixture'}")
