@@ -226,6 +226,11 @@ def describe_layer(
     """Read a layer's sizes off its module, else off its config; the widths of its heads off their projections."""
     config: Any = module.config
     num_heads = _first(module, config, NUM_HEADS)
+    if num_heads is None:
+        raise UnsupportedModelError(
+            f"neither layer {index}, a {type(module).__name__}, nor its config says how many heads it has under one of"
+            f" the names {', '.join(NUM_HEADS)}; set config.num_heads"
+        )
     # transformers shares keys by this field alone: what a config says of shared heads, not every model reads
     shared_heads = num_heads // (getattr(module, "num_key_value_groups", None) or 1)
     head_dim, value_dim = _head_widths(module, num_heads, shared_heads)

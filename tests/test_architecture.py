@@ -54,6 +54,14 @@ def test_heads_that_a_config_counts_by_a_name_of_its_own():
     assert found == {config.decoder_self_attention_heads}
 
 
+def test_heads_that_nothing_counts_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(architecture, "NUM_HEADS", ("heads_of_nobody",))
+    model = make_model("gpt2")
+    with pytest.raises(UnsupportedModelError, match="how many heads it has under one of the names heads_of_nobody"):
+        patch_model(model, "linear")
+    assert not is_patched(model)
+
+
 @pytest.mark.parametrize("model_type", LATENT)
 def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
     """Keys have a rotary part and another one beside it, of 4 and 6 numbers; values have 5."""
