@@ -88,6 +88,8 @@ test-all: test-exhaustive test-zero3 test-quantised test-demo ## everything a ma
 test-floor: $(FLOOR)/.installed ## the tests with the oldest transformers this library supports
 	HF_HUB_OFFLINE=1 $(FLOOR)/bin/python -m pytest $(PARALLEL)
 
+# what calls the C, but for its operands, which are tried for as long as one likes
+OF_THE_C := tests/ops/test_cpu_*.py tests/ops/*/test_cpu*.py tests/ops/block_softmax/test_decode.py
 # sanitizers see what lies beyond an operand: the copy under build/asan has its own C, each operand its own memory
 ASAN := build/asan
 FUZZ_CALLS ?= 20000
@@ -102,12 +104,12 @@ $(ASAN): install
 	$(BIN)/python -m tests.quick_build $(ASAN) --sanitize
 
 test-asan-short: $(ASAN) ## the C with address and undefined-behaviour sanitizers, called rightly and wrongly: 1 minute
-	cd $(ASAN) && FUZZ_CALLS=600 $(SANITIZED_TESTS) tests/ops/native/test_operands.py
+	cd $(ASAN) && FUZZ_CALLS=600 $(SANITIZED_TESTS) tests/ops/runtime/test_operands.py
 
 test-asan: $(ASAN) ## the same for long, all tests of the C, and your scripts: make test-asan SCRIPTS="a.py b.py"
-	cd $(ASAN) && FUZZ_CALLS=$(FUZZ_CALLS) $(SANITIZED_TESTS) tests/ops/native/test_operands.py
-	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.native.exact -m "not slow" tests/ops/native --ignore tests/ops/native/test_operands.py
-	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.native.exact $$script; done
+	cd $(ASAN) && FUZZ_CALLS=$(FUZZ_CALLS) $(SANITIZED_TESTS) tests/ops/runtime/test_operands.py
+	cd $(ASAN) && $(SANITIZED_TESTS) -p tests.ops.exact_operands -m "not slow" $(OF_THE_C)
+	set -e; for script in $(SCRIPTS); do echo $$script; $(SANITIZED) -m tests.ops.exact_operands $$script; done
 
 mutants: install ## make lines of the library wrong, one by one, and see that the tests notice; resumes
 	$(BIN)/python -m tests.mutants

@@ -38,7 +38,7 @@ SEED = 0
 TIMES = itertools.count(1)  # of files, by which Python knows what it has compiled: no two mutants have the same
 
 LINEAR = "tests/ops/test_causal_linear.py tests/mechanisms/test_linear.py tests/mechanisms/test_recurrences.py"
-NATIVE_LINEAR = "tests/ops/native/test_causal_sums.py"
+NATIVE_LINEAR = "tests/ops/linear/test_cpu.py"
 NAMED = "tests/invariants tests/mechanisms/test_edges.py tests/mechanisms/test_softmax_type.py"  # with the name of a mechanism
 BRIDGE = "tests/test_masks.py tests/test_transformers_bridge.py tests/test_integration.py tests/test_cache.py"
 
@@ -83,7 +83,7 @@ MUTANTS = [
     _ops("backends are asked in another order", "dispatch.py", '"auto": ("triton", "cpu", "torch")', '"auto": ("triton", "torch", "cpu")', "tests/test_dispatch.py"),
     _ops("what is recorded is not what runs", "dispatch.py", "Decision(self.name, name, passed_over)", "Decision(self.name, self.order(call)[0], passed_over)", "tests/test_dispatch.py"),
     _ops("the C runs where it is watched", "dispatch.py", 'WATCHED if watched and name != "torch" else absent(name, call)', "absent(name, call)", "tests/test_dispatch.py"),
-    _ops("the C has no gradients of open segments", "slots/cpu.py", "return causal_blocks.open_in_training(call)", "return None", "tests/test_dispatch.py tests/ops/native/test_bounded_memory.py"),
+    _ops("the C has no gradients of open segments", "slots/cpu.py", "return causal_blocks.open_in_training(call)", "return None", "tests/test_dispatch.py tests/ops/slots/test_cpu.py"),
     # padding, sequences, precision
     _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py"),
     _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops/test_sequences.py"),
@@ -92,31 +92,31 @@ MUTANTS = [
     _ops("sequences of a row are one", "common/padding.py", "begins[1:] = (rows[1:] != rows[:-1]) | (", "begins[1:] = (rows[1:] != rows[:-1]) & (", "tests/ops/test_sequences.py tests/mechanisms"),
     _ops("gradients of parts replace each other", "common/grad_accumulator.py", "part.add_(add)", "part.copy_(add)", "tests/ops/test_source.py"),
     # softmax over blocks, slots and buckets
-    _ops("a bias of blocks shows the next key", "block_softmax/patterns.py", "allowed & (columns <= rows)", "allowed & (columns <= rows + 1)", "tests/mechanisms tests/ops/native/test_block_softmax.py"),
+    _ops("a bias of blocks shows the next key", "block_softmax/patterns.py", "allowed & (columns <= rows)", "allowed & (columns <= rows + 1)", "tests/mechanisms tests/ops/block_softmax/test_cpu.py"),
     _ops("pads of blocks are seen", "block_softmax/patterns.py", "bias = bias.masked_fill(behind, LOWEST)", "bias = bias", "tests/mechanisms/test_block_sparse.py tests/invariants -k bigbird"),
-    _ops("a gate is not saved", "block_softmax/autograd.py", "None if d_gate is None else d_gate.sum((0, 3))", "None", "tests/ops/native/test_block_softmax.py"),
-    _ops("the gradient of the log is lost", "block_softmax/autograd.py", "output, log, grad, log_grad, d_query", "output, log, grad, torch.zeros_like(log), d_query", "tests/ops/native/test_block_softmax.py"),
+    _ops("a gate is not saved", "block_softmax/autograd.py", "None if d_gate is None else d_gate.sum((0, 3))", "None", "tests/ops/block_softmax/test_cpu.py"),
+    _ops("the gradient of the log is lost", "block_softmax/autograd.py", "output, log, grad, log_grad, d_query", "output, log, grad, torch.zeros_like(log), d_query", "tests/ops/block_softmax/test_cpu.py"),
     _ops("slots do not count their tokens", "slots/pooling.py", ".to(query.dtype).log().masked_fill", ".to(query.dtype).mul(0).masked_fill", "tests/mechanisms/test_linformer.py"),
     _ops("seeds are drawn where codes are", "slots/vq.py", "(points - nearest).square()", "(points + nearest).square()", "tests/mechanisms/test_vq_codebook.py -k seeds"),
     _ops("segments grow too early", "slots/segment_pool.py", "1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()", "1 << max(-(-tokens // num_slots), 1).bit_length()", "tests/mechanisms/test_linformer.py"),
     # hybrid
-    _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/native/test_hybrid.py tests/ops/test_hybrid.py"),
-    _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/native/test_hybrid.py"),
+    _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/hybrid/test_cpu.py tests/ops/test_hybrid.py"),
+    _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/hybrid/test_cpu.py"),
     _ops("thin features drown the window", "hybrid/sums.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the delta rule and hard keys
-    _csrc("delta rule in C: a key corrects the next one alone", "delta_rule/delta_rule.h", "for (int64_t j = 0; j < i; j++)\n            factor[j]", "for (int64_t j = i > 0 ? i - 1 : 0; j < i; j++)\n            factor[j]", "tests/ops/native/test_delta_rule.py"),
-    _csrc("delta rule in C: a chunk forgets nothing", "delta_rule/delta_rule.h", "if (c->left != 1.0f)", "if (0)", "tests/ops/native/test_delta_rule.py"),
-    _csrc("delta rule in C: a step forgets nothing", "delta_rule/delta_rule_fwd.c", "after[place] = left * before[place]", "after[place] = before[place]", "tests/ops/native/test_delta_rule.py"),
-    _csrc("delta rule in C: the gradient of a key leaves out what it corrects", "delta_rule/delta_rule_bwd.c", "load(b->read + number) + load(b->written + number)", "load(b->written + number)", "tests/ops/native/test_delta_rule.py"),
+    _csrc("delta rule in C: a key corrects the next one alone", "delta_rule/delta_rule.h", "for (int64_t j = 0; j < i; j++)\n            factor[j]", "for (int64_t j = i > 0 ? i - 1 : 0; j < i; j++)\n            factor[j]", "tests/ops/delta_rule/test_cpu.py"),
+    _csrc("delta rule in C: a chunk forgets nothing", "delta_rule/delta_rule.h", "if (c->left != 1.0f)", "if (0)", "tests/ops/delta_rule/test_cpu.py"),
+    _csrc("delta rule in C: a step forgets nothing", "delta_rule/delta_rule_fwd.c", "after[place] = left * before[place]", "after[place] = before[place]", "tests/ops/delta_rule/test_cpu.py"),
+    _csrc("delta rule in C: the gradient of a key leaves out what it corrects", "delta_rule/delta_rule_bwd.c", "load(b->read + number) + load(b->written + number)", "load(b->written + number)", "tests/ops/delta_rule/test_cpu.py"),
     _ops("hard keys: the best recalled are kept", "hybrid/hard_keys.py", "descending=True, stable=True)[..., :most]", "stable=True)[..., :most]", "tests/mechanisms/test_hard_keys.py"),
     _ops("hard keys: what is none enters the state", "hybrid/hard_keys.py", "entering.position >= 0", "entering.position >= -1", "tests/mechanisms/test_hard_keys.py"),
     _ops("hard keys: blocks that are made again get the keys of the last one", "hybrid/hard_keys.py", "zip(*entering, strict=True)", "zip(*entering[-1:] * len(entering), strict=True)", "tests/mechanisms/test_hard_keys.py"),
-    _csrc("hard keys in C: the last of equals are kept", "hybrid/hard_keys.c", "(numbers + (int32_t)j < (int32_t)own)", "(numbers + (int32_t)j > (int32_t)own)", "tests/ops/native/test_hard_keys.py"),
-    _csrc("hard keys in C: a call does not go on inside a block", "hybrid/hard_keys.c", "earlier = min_i64(count, start - position)", "earlier = position < start ? count : 0", "tests/ops/native/test_hard_keys.py"),
-    _csrc("hard keys in C: the state does not age as a block leaves", "hybrid/hard_keys.c", "const float before = s->log_max - rate * CHUNK;", "const float before = s->log_max;", "tests/ops/native/test_hard_keys.py"),
-    _csrc("hard keys in C: those of another block are met", "hybrid/hard_keys.c", "PLACES * (s->serial + at / PIECE + 1)", "PLACES * (at / PIECE + 1)", "tests/ops/native/test_hard_keys.py"),
-    _csrc("hard keys in C: by the delta rule a key is written as if nothing were known", "hybrid/hard_keys.c", "(load(at) - left * (known[part] + known[part + 2]))", "load(at)", "tests/ops/native/test_hard_keys.py"),
+    _csrc("hard keys in C: the last of equals are kept", "hybrid/hard_keys.c", "(numbers + (int32_t)j < (int32_t)own)", "(numbers + (int32_t)j > (int32_t)own)", "tests/ops/hybrid/test_cpu_hard_keys.py"),
+    _csrc("hard keys in C: a call does not go on inside a block", "hybrid/hard_keys.c", "earlier = min_i64(count, start - position)", "earlier = position < start ? count : 0", "tests/ops/hybrid/test_cpu_hard_keys.py"),
+    _csrc("hard keys in C: the state does not age as a block leaves", "hybrid/hard_keys.c", "const float before = s->log_max - rate * CHUNK;", "const float before = s->log_max;", "tests/ops/hybrid/test_cpu_hard_keys.py"),
+    _csrc("hard keys in C: those of another block are met", "hybrid/hard_keys.c", "PLACES * (s->serial + at / PIECE + 1)", "PLACES * (at / PIECE + 1)", "tests/ops/hybrid/test_cpu_hard_keys.py"),
+    _csrc("hard keys in C: by the delta rule a key is written as if nothing were known", "hybrid/hard_keys.c", "(load(at) - left * (known[part] + known[part + 2]))", "load(at)", "tests/ops/hybrid/test_cpu_hard_keys.py"),
     Mutant("delta rule: gates of pads count", "hf_linattn/mechanisms/gated_deltanet.py", "else (log_gate * real, beta * real)", "else (log_gate, beta * real)", "tests/mechanisms/test_gated_deltanet.py"),
     Mutant("delta rule: a tail ends with pads", "hf_linattn/mechanisms/gated_deltanet.py", "last = lengths[:, None] + torch", "last = count + 0 * lengths[:, None] + torch", "tests/mechanisms/test_gated_deltanet.py"),
     # the C
@@ -125,15 +125,15 @@ MUTANTS = [
     _csrc("C: a stale right tile is read", "common/products.h", "m->b->owner = NULL;", ";", NATIVE_LINEAR),
     _csrc("C: tiles of another chunk are read", "common/products.h", "entry->owner == m && ", "entry->owner && ", NATIVE_LINEAR),
     _csrc("C: two maps have one weight", "linear/linear.h", "s->map_weights[map].data == data && ", "", NATIVE_LINEAR),
-    _csrc("C: sums are as coarse as their factors", "common/products.h", "m->fine ? max_i64(parts, 2) : parts", "parts", "tests/ops/native/test_half_precision.py"),
-    _csrc("C: scores keep their sums unscaled", "common/online_softmax.h", "load(s->weight + group * LANES) * left", "load(s->weight + group * LANES)", "tests/ops/native/test_block_softmax.py"),
-    _csrc("C: a gate is squared", "block_softmax/block_softmax_fwd.c", "share = shares.most * shares.joint", "share = shares.most * shares.most * shares.joint", "tests/ops/native/test_block_softmax.py"),
-    _csrc("C: a gate's gradient lacks its share", "block_softmax/block_softmax_bwd.c", "d_gate = shares.joint / kept", "d_gate = 1.0f / kept", "tests/ops/native/test_block_softmax.py"),
-    _csrc("C: a key of its own block too many", "block_softmax/block_softmax.h", "first == start ? at - place : p->length", "first == start ? at - place + 1 : p->length", "tests/ops/native/test_block_softmax.py"),
-    _csrc("C: the last weight of a segment is lost", "slots/segment_mean.c", "top = LOWEST, sum = 0.0f", "top = LOWEST, sum = 1.0f", "tests/ops/native/test_bounded_memory.py tests/mechanisms/test_linformer.py"),
-    _ops("C: places of packed rows are not checked", "runtime/cpu.py", "if failed == BAD_NUMBERS:", "if False:", "tests/ops/native/test_operands.py tests/ops/native/test_causal_sums.py tests/test_operands.py"),
-    _ops("C: another build is called", "runtime/cpu.py", "if found != list(layout := layout_of(problem)):", "if False:", "tests/ops/native/test_library.py -k another_version"),
-    _ops("C: dtypes are not checked", "runtime/operands.py", "if dtype not in form.dtypes:", "if False:", "tests/ops/native/test_operands.py"),
+    _csrc("C: sums are as coarse as their factors", "common/products.h", "m->fine ? max_i64(parts, 2) : parts", "parts", "tests/ops/test_cpu_half_precision.py"),
+    _csrc("C: scores keep their sums unscaled", "common/online_softmax.h", "load(s->weight + group * LANES) * left", "load(s->weight + group * LANES)", "tests/ops/block_softmax/test_cpu.py"),
+    _csrc("C: a gate is squared", "block_softmax/block_softmax_fwd.c", "share = shares.most * shares.joint", "share = shares.most * shares.most * shares.joint", "tests/ops/block_softmax/test_cpu.py"),
+    _csrc("C: a gate's gradient lacks its share", "block_softmax/block_softmax_bwd.c", "d_gate = shares.joint / kept", "d_gate = 1.0f / kept", "tests/ops/block_softmax/test_cpu.py"),
+    _csrc("C: a key of its own block too many", "block_softmax/block_softmax.h", "first == start ? at - place : p->length", "first == start ? at - place + 1 : p->length", "tests/ops/block_softmax/test_cpu.py"),
+    _csrc("C: the last weight of a segment is lost", "slots/segment_mean.c", "top = LOWEST, sum = 0.0f", "top = LOWEST, sum = 1.0f", "tests/ops/slots/test_cpu.py tests/mechanisms/test_linformer.py"),
+    _ops("C: places of packed rows are not checked", "runtime/cpu.py", "if failed == BAD_NUMBERS:", "if False:", "tests/ops/runtime/test_operands.py tests/ops/linear/test_cpu.py tests/test_operands.py"),
+    _ops("C: another build is called", "runtime/cpu.py", "if found != list(layout := layout_of(problem)):", "if False:", "tests/ops/runtime/test_cpu.py -k another_version"),
+    _ops("C: dtypes are not checked", "runtime/operands.py", "if dtype not in form.dtypes:", "if False:", "tests/ops/runtime/test_operands.py"),
     # bridge and cache
     Mutant("beams are not reordered", "hf_linattn/cache.py", "lambda t: t.index_select(0, beam_idx.to(t.device))", "lambda t: t", "tests/test_cache.py tests/test_integration.py"),
     Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += self.handed", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
@@ -162,24 +162,24 @@ OF_THE_UNIT = {
 # where operators are swapped at random, and what must notice
 FOLDERS = {
     "hf_linattn/ops/linear": f"{LINEAR} {NATIVE_LINEAR} tests/test_derivatives.py",
-    "hf_linattn/ops/hybrid": f"tests/ops/test_hybrid.py tests/ops/native/test_hybrid.py tests/mechanisms/test_hybrid.py && {NAMED} -k hybrid",
-    "hf_linattn/ops/block_softmax": f"tests/ops/native/test_block_softmax.py tests/ops/native/test_kept_keys.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_streaming.py && {NAMED} -k 'local or bigbird or longformer or learned_sparse or fixed'",
-    "hf_linattn/ops/slots": f"tests/ops/native/test_bounded_memory.py tests/ops/native/test_flops.py tests/mechanisms/test_linformer.py && {NAMED} -k linformer",
-    "hf_linattn/ops/lsh": f"tests/ops/native/test_bucket_softmax.py tests/ops/native/test_flops.py tests/mechanisms/test_lsh.py && {NAMED} -k lsh",
+    "hf_linattn/ops/hybrid": f"tests/ops/test_hybrid.py tests/ops/hybrid/test_cpu.py tests/mechanisms/test_hybrid.py && {NAMED} -k hybrid",
+    "hf_linattn/ops/block_softmax": f"tests/ops/block_softmax/test_cpu.py tests/ops/block_softmax/test_decode.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_streaming.py && {NAMED} -k 'local or bigbird or longformer or learned_sparse or fixed'",
+    "hf_linattn/ops/slots": f"tests/ops/slots/test_cpu.py tests/ops/test_cpu_flops.py tests/mechanisms/test_linformer.py && {NAMED} -k linformer",
+    "hf_linattn/ops/lsh": f"tests/ops/lsh/test_cpu.py tests/ops/test_cpu_flops.py tests/mechanisms/test_lsh.py && {NAMED} -k lsh",
     "hf_linattn/ops/delta_rule": f"tests/mechanisms/test_recurrences.py {NAMED} -k deltanet",
-    "hf_linattn/ops/common": "tests/ops/test_softmax.py tests/ops/test_sequences.py tests/ops/test_source.py tests/ops/test_causal_linear.py tests/ops/native/test_block_softmax.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
+    "hf_linattn/ops/common": "tests/ops/test_softmax.py tests/ops/test_sequences.py tests/ops/test_source.py tests/ops/test_causal_linear.py tests/ops/block_softmax/test_cpu.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
     "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py tests/test_cross_attention.py",
     "hf_linattn/transformers_bridge.py": BRIDGE,
 }  # fmt: skip
 # files that have tests of their own
 FILES = {
     "hf_linattn/ops/common/growing.py": "tests/mechanisms/test_exact_heads.py",
-    "hf_linattn/ops/hybrid/cpu_kernels.py": "tests/ops/native/test_flops.py tests/ops/native/test_hybrid.py tests/ops/native/test_hard_keys.py",
+    "hf_linattn/ops/hybrid/cpu_kernels.py": "tests/ops/test_cpu_flops.py tests/ops/hybrid/test_cpu.py tests/ops/hybrid/test_cpu_hard_keys.py",
     "hf_linattn/ops/hybrid/hard_keys.py": "tests/mechanisms/test_hard_keys.py",
     "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
     "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
-    "hf_linattn/ops/linear/cpu.py": f"tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
-    "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/native/test_flops.py tests/ops/native/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
+    "hf_linattn/ops/linear/cpu.py": f"tests/ops/runtime/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
+    "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/test_cpu_flops.py tests/ops/runtime/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",
     "hf_linattn/ops/linear/torch_open_length.py": f"tests/test_tracing.py -k 'lengths or linear or traced' && {LINEAR}",
     "hf_linattn/ops/slots/nystrom.py": f"tests/mechanisms/test_nystrom.py && {NAMED} -k nystrom",

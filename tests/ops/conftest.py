@@ -7,6 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_linattn.ops.block_softmax import cpu as block_softmax
+from hf_linattn.ops.hybrid import cpu_kernels as hard_keys
+from hf_linattn.ops.linear import cpu_kernels as causal_sums
+from hf_linattn.ops.runtime import cpu as library
+
+CAPABILITIES = list(library.VARIANTS)  # the most able first
+THIS = torch.backends.cpu.get_cpu_capability()
+ABLE = CAPABILITIES[CAPABILITIES.index(THIS) :] if THIS in CAPABILITIES else []
+BUILT = [name for name in ABLE if library.load_variant(name)]
+
 
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -16,3 +26,29 @@ def uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(params=BUILT)
+def variant(request, monkeypatch):
+    """One build after the other, as if the processor could do no more; returns what it was called with."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    library._reaches_matrix_unit(request.param)  # is asked once
+    sizes, load = [], library.load_variant
+
+    def count(name):
+        assert name == request.param
+        sizes.append(name)
+        return load(name)
+
+    monkeypatch.setattr(library, "load_variant", count)
+    return sizes
+
+
+@pytest.fixture(params=["by vectors"] + ["in parts"] * library.has_matrix_unit())
+def products(request, monkeypatch):
+    """How products of float32 are made, wherever they could be made so."""
+    if request.param == "by vectors":
+        monkeypatch.setattr(library, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
+    monkeypatch.setattr(hard_keys, "LEAST_KEYS", 0)
+    monkeypatch.setattr(causal_sums, "LEAST_FEATURES", 0)

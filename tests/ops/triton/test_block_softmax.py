@@ -23,7 +23,7 @@ from hf_linattn.ops.slots import triton as slots_triton
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
 from tests.models import make_model
-from tests.ops.block_softmax import check_what_was_read_before
+from tests.ops.block_softmax.cases import check_what_was_read_before
 from tests.ops.triton.cases import ON_TRITON, each_form, make_mechanism, run
 from tests.ops.triton.test_causal_sums import SUMS
 

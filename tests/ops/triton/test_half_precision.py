@@ -9,7 +9,7 @@ from hf_linattn.backends import use_backend
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.linear import triton as linear_triton
-from tests.ops.block_softmax import check_what_was_read_before, kept_numbers
+from tests.ops.block_softmax.cases import check_what_was_read_before, kept_numbers
 from tests.ops.triton.cases import each_map, make_mechanism
 from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
 from tests.ops.triton.test_causal_sums import SUMS

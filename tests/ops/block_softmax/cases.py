@@ -14,7 +14,7 @@ from hf_linattn.ops.common.grad_accumulator import Source
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.hybrid.types import HybridState
 from tests.helpers import assert_close
-from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
+from tests.ops.cpu_cases import HEADS, KV_HEADS, VALUE_DIM, make_heads
 
 
 def check_what_was_read_before(

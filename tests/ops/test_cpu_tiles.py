@@ -8,9 +8,9 @@ import torch
 from hf_linattn.ops.block_softmax import cpu as block_softmax
 from hf_linattn.ops.linear import cpu_kernels as causal_sums
 from hf_linattn.ops.runtime import cpu as library
-from tests.ops.native import cases
-from tests.ops.native.cases import HEADS, make_heads, make_mechanism
-from tests.ops.native.test_half_precision import error_of, results_of
+from tests.ops import cpu_cases
+from tests.ops.cpu_cases import HEADS, make_heads, make_mechanism
+from tests.ops.test_cpu_half_precision import error_of, results_of
 
 NAMES = ["local", "longformer", "bigbird", "linformer", "hybrid", "linear", "hedgehog", "performer", "retention"]
 LENGTH = 333
@@ -38,8 +38,8 @@ def errors_of(monkeypatch, mechanism, heads) -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_they_are_as_exact(variant, monkeypatch, name, causal, dim):
     """Outputs and all gradients, where heads are read in place, and where they are copied first."""
-    monkeypatch.setattr(cases, "DIM", dim)
-    monkeypatch.setattr(cases, "VALUE_DIM", dim + 32)
+    monkeypatch.setattr(cpu_cases, "DIM", dim)
+    monkeypatch.setattr(cpu_cases, "VALUE_DIM", dim + 32)
     options = {"block_size": 64} if name in ("local", "longformer", "bigbird") else {}
     errors = errors_of(monkeypatch, make_mechanism(name, causal, **options), make_heads(2, LENGTH))
     for way in WAYS:
@@ -60,7 +60,7 @@ def test_heads_with_the_same_keys_have_values_of_their_own(variant, monkeypatch,
 
 def test_numbers_of_all_magnitudes(variant, monkeypatch):
     """Every column of the values has its own: none is rounded to the precision of a larger one beside it."""
-    monkeypatch.setattr(cases, "VALUE_DIM", 64)
+    monkeypatch.setattr(cpu_cases, "VALUE_DIM", 64)
     mechanism, heads = make_mechanism("local", True, window_size=200), make_heads(1, LENGTH)
     scale = 10.0 ** torch.linspace(-30, 30, 64)
     heads[2] = heads[2] * scale

@@ -10,7 +10,7 @@ import torch
 from hf_linattn.ops.hybrid import cpu as hybrid
 from hf_linattn.ops.hybrid import fused as hybrid_parts
 from tests.helpers import assert_close
-from tests.ops.native.cases import make_heads, make_mechanism
+from tests.ops.cpu_cases import make_heads, make_mechanism
 
 LENGTH = 219
 MIXES = [("hedgehog", None), ("learned_exp", None), ("learned_exp", "learned"), ("linear", "learned")]

@@ -13,7 +13,7 @@ import torch
 import hf_linattn
 from hf_linattn import BuildError
 from hf_linattn.ops.runtime import cpu as library
-from tests.ops.native.cases import make_heads, make_mechanism
+from tests.ops.cpu_cases import make_heads, make_mechanism
 
 
 def test_it_is_built_where_there_is_a_compiler():

@@ -10,7 +10,7 @@ import torch
 from hf_linattn.ops.slots import causal_blocks as bounded_memory
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.cpu_cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 pytestmark = pytest.mark.usefixtures("products")
 

@@ -20,7 +20,7 @@ from hf_linattn.mechanisms import MECHANISMS, AttentionLayer
 from hf_linattn.ops.block_softmax.cpu import block_softmax
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.ops.runtime import operands
-from tests.ops.native.exact import ExactOperands, exact
+from tests.ops.exact_operands import ExactOperands, exact
 
 CALLS = int(os.environ.get("FUZZ_CALLS", "300"))
 MISFITS_OF_A_CALL = 4

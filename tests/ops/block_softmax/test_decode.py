@@ -10,8 +10,8 @@ import torch
 from hf_linattn.ops.block_softmax import in_place
 from hf_linattn.ops.runtime.cpu import refusal
 from tests.helpers import assert_close
-from tests.ops.native.cases import make_heads
-from tests.ops.native.test_block_softmax import NAMES, make_pattern
+from tests.ops.block_softmax.test_cpu import NAMES, make_pattern
+from tests.ops.cpu_cases import make_heads
 
 LENGTH = 333
 PIECES = {  # where calls end, with blocks of 16

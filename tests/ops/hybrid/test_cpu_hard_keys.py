@@ -19,7 +19,7 @@ from hf_linattn.ops.hybrid.types import HardKeyState
 from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import make_heads, make_mechanism
+from tests.ops.cpu_cases import make_heads, make_mechanism
 
 LENGTH = 459
 MAPS: dict[str, dict[str, Any]] = {  # each activation, with and without a weight, a bias and decay

@@ -12,7 +12,7 @@ from hf_linattn.evaluation import memory as evaluation_memory
 from hf_linattn.evaluation.memory import LiveBytes
 from hf_linattn.ops.linear.cpu_kernels import SEGMENT
 from hf_linattn.ops.runtime import cpu as library
-from tests.ops.native.cases import HEADS, KV_HEADS, kept_for_backward, make_heads, make_mechanism
+from tests.ops.cpu_cases import HEADS, KV_HEADS, kept_for_backward, make_heads, make_mechanism
 
 SHAPES = (torch.Size((1, 8, 1, 4111, 64)), torch.Size((1, 8, 4111, 64)))  # of query and value: 8.4 MB
 

@@ -1,4 +1,4 @@
-"""The compiled operations against PyTorch's in float64, which `test_causal_linear` checks against the formula."""
+"""The compiled operations against PyTorch's in float64, which `tests/ops/test_causal_linear.py` checks."""
 
 from __future__ import annotations
 

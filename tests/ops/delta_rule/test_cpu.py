@@ -18,7 +18,7 @@ from hf_linattn.ops.delta_rule import cpu, cpu_kernels
 from hf_linattn.ops.delta_rule.interface import gated_delta_rule
 from hf_linattn.ops.dispatch import Policy, recording
 from hf_linattn.testing.counters import flops_of
-from tests.ops.native.cases import kept_for_backward
+from tests.ops.cpu_cases import kept_for_backward
 
 AUTO = Policy("auto")
 

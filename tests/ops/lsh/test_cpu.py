@@ -8,7 +8,7 @@ import torch
 from hf_linattn.ops.lsh import cpu as lsh
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.native.cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.cpu_cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 SIZES = [  # buckets, bucket_size, rounds
     (8, 16, 4),  # runs of many lengths in every tile

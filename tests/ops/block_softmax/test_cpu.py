@@ -13,8 +13,8 @@ from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.block_softmax import check_what_was_read_before
-from tests.ops.native.cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.block_softmax.cases import check_what_was_read_before
+from tests.ops.cpu_cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
 LENGTH = 333

@@ -10,7 +10,7 @@ import torch
 from hf_linattn.ops.linear.cpu_kernels import causal_sums
 from hf_linattn.ops.slots.cpu_kernels import segment_means_forward
 from hf_linattn.testing.counters import flops_of
-from tests.ops.native.cases import make_heads, make_mechanism
+from tests.ops.cpu_cases import make_heads, make_mechanism
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("linear", {}), ("performer", {"num_features": 24}), ("local", {"window_size": 64}), ("lsh", {"num_buckets": 4}),

@@ -1,8 +1,8 @@
 """For sanitizers: every operand of the C lies in memory of its own that ends where it ends, and none is kept.
 
-As a plugin of pytest (`-p tests.ops.native.exact`) it is so in all tests. In a script none is kept, by
+As a plugin of pytest (`-p tests.ops.exact_operands`) it is so in all tests. In a script none is kept, by
 
-    python -m tests.ops.native.exact script.py
+    python -m tests.ops.exact_operands script.py
 
 but operands stay as they are, as what sees every operation would be in the way of tracing and exporting.
 """

@@ -12,9 +12,9 @@ from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.runtime import cpu as library
 from tests.helpers import is_plain_pattern
-from tests.ops.block_softmax import check_what_was_read_before, kept_numbers
-from tests.ops.native import cases
-from tests.ops.native.cases import make_heads, make_mask, make_mechanism
+from tests.ops import cpu_cases
+from tests.ops.block_softmax.cases import check_what_was_read_before, kept_numbers
+from tests.ops.cpu_cases import make_heads, make_mask, make_mechanism
 
 KINDS = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
 NAMES = [x for x, kind in KINDS.items() if kind.takes_half and not issubclass(kind, CompositeMechanism)]
@@ -73,8 +73,8 @@ def test_every_mechanism_that_takes_it(unit, name, causal, kind):
 @pytest.mark.parametrize(("name", "causal"), [("local", True), ("bigbird", False), ("hybrid", True), ("linear", True)])
 def test_heads_that_fill_whole_tiles(unit, monkeypatch, name, causal, kind):
     """They are put into the tiles of a matrix unit from where they lie."""
-    monkeypatch.setattr(cases, "DIM", 64)
-    monkeypatch.setattr(cases, "VALUE_DIM", 96)
+    monkeypatch.setattr(cpu_cases, "DIM", 64)
+    monkeypatch.setattr(cpu_cases, "VALUE_DIM", 96)
     heads, mechanism = [x.to(kind) for x in make_heads(2, LENGTH)], make_small(name, causal)
     want = results_of(mechanism, [x.double() for x in heads], "torch")
     for exact, got in zip(want, results_of(mechanism, heads, "auto"), strict=True):
