@@ -37,7 +37,7 @@ MOST_SECONDS = 200
 SEED = 0
 TIMES = itertools.count(1)  # of files, by which Python knows what it has compiled: no two mutants have the same
 
-LINEAR = "tests/ops/test_causal_linear.py tests/mechanisms/test_linear.py tests/mechanisms/test_recurrences.py"
+LINEAR = "tests/ops/linear/test_torch.py tests/mechanisms/test_linear.py tests/mechanisms/test_recurrences.py"
 NATIVE_LINEAR = "tests/ops/linear/test_cpu.py"
 NAMED = "tests/invariants tests/mechanisms/test_edges.py tests/mechanisms/test_softmax_type.py"  # with the name of a mechanism
 BRIDGE = "tests/test_masks.py tests/test_transformers_bridge.py tests/test_integration.py tests/test_cache.py"
@@ -75,7 +75,7 @@ MUTANTS = [
     _ops("pads count in the maximum", "linear/types.py", "log_scale = None if log_scale is None else log_scale.masked_fill(hidden, LOWEST)", "log_scale = log_scale", "tests/mechanisms/test_edges.py -k pads"),
     _ops("the weight is a value", "linear/torch.py", "value.new_ones(*value.shape[:-1], 1)", "value.new_zeros(*value.shape[:-1], 1)", LINEAR),
     _ops("a group is another one's", "linear/types.py", "return self.query.unflatten(1, (self.key.shape[1], -1))", "return self.query.unflatten(1, (-1, self.key.shape[1])).transpose(1, 2)", LINEAR),
-    _ops("what was lost by chunks counts twice", "linear/torch_open_length.py", ".double() - lost.detach()", ".double() + lost.detach()", "tests/ops/test_causal_linear.py -k passage"),
+    _ops("what was lost by chunks counts twice", "linear/torch_open_length.py", ".double() - lost.detach()", ".double() + lost.detach()", "tests/ops/linear/test_torch.py -k passage"),
     # the delta rule
     _ops("the delta rule forgets what it knew", "delta_rule/torch.py", "(value[:, :, t] - known)", "value[:, :, t]", "tests/mechanisms/test_recurrences.py"),
     _ops("a gate is left out", "delta_rule/torch.py", "memory * log_gate.exp()[..., None]", "memory", "tests/mechanisms/test_recurrences.py tests/invariants -k deltanet"),
@@ -85,12 +85,12 @@ MUTANTS = [
     _ops("the C runs where it is watched", "dispatch.py", 'WATCHED if watched and name != "torch" else absent(name, call)', "absent(name, call)", "tests/test_dispatch.py"),
     _ops("the C has no gradients of open segments", "slots/cpu.py", "return causal_blocks.open_in_training(call)", "return None", "tests/test_dispatch.py tests/ops/slots/test_cpu.py"),
     # padding, sequences, precision
-    _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/test_sequences.py"),
-    _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops/test_sequences.py"),
-    _ops("rows begin blocks in different places", "common/padding.py", "if len(lengths) == 1 and first", "if len(lengths) == 1 or first", "tests/ops/test_sequences.py"),
-    _ops("a token copies all keys", "common/exact_softmax.py", "if query.shape[2] > 1:", "if query.shape[2] >= 1:", "tests/ops/test_softmax.py"),
-    _ops("sequences of a row are one", "common/padding.py", "begins[1:] = (rows[1:] != rows[:-1]) | (", "begins[1:] = (rows[1:] != rows[:-1]) & (", "tests/ops/test_sequences.py tests/mechanisms"),
-    _ops("gradients of parts replace each other", "common/grad_accumulator.py", "part.add_(add)", "part.copy_(add)", "tests/ops/test_source.py"),
+    _ops("pads stay in front", "common/padding.py", "order = (~real).long().argsort", "order = real.long().argsort", "tests/ops/common/test_padding.py"),
+    _ops("what stands behind is kept", "common/padding.py", "x.shape[3])) * present for x", "x.shape[3])) for x", "tests/ops/common/test_padding.py"),
+    _ops("rows begin blocks in different places", "common/padding.py", "if len(lengths) == 1 and first", "if len(lengths) == 1 or first", "tests/ops/common/test_padding.py"),
+    _ops("a token copies all keys", "common/exact_softmax.py", "if query.shape[2] > 1:", "if query.shape[2] >= 1:", "tests/ops/common/test_exact_softmax.py"),
+    _ops("sequences of a row are one", "common/padding.py", "begins[1:] = (rows[1:] != rows[:-1]) | (", "begins[1:] = (rows[1:] != rows[:-1]) & (", "tests/ops/common/test_padding.py tests/mechanisms"),
+    _ops("gradients of parts replace each other", "common/grad_accumulator.py", "part.add_(add)", "part.copy_(add)", "tests/ops/common/test_grad_accumulator.py"),
     # softmax over blocks, slots and buckets
     _ops("a bias of blocks shows the next key", "block_softmax/patterns.py", "allowed & (columns <= rows)", "allowed & (columns <= rows + 1)", "tests/mechanisms tests/ops/block_softmax/test_cpu.py"),
     _ops("pads of blocks are seen", "block_softmax/patterns.py", "bias = bias.masked_fill(behind, LOWEST)", "bias = bias", "tests/mechanisms/test_block_sparse.py tests/invariants -k bigbird"),
@@ -100,9 +100,9 @@ MUTANTS = [
     _ops("seeds are drawn where codes are", "slots/vq.py", "(points - nearest).square()", "(points + nearest).square()", "tests/mechanisms/test_vq_codebook.py -k seeds"),
     _ops("segments grow too early", "slots/segment_pool.py", "1 << (max(-(-tokens // num_slots), 1) - 1).bit_length()", "1 << max(-(-tokens // num_slots), 1).bit_length()", "tests/mechanisms/test_linformer.py"),
     # hybrid
-    _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/hybrid/test_cpu.py tests/ops/test_hybrid.py"),
+    _ops("distance costs nothing", "hybrid/fused.py", "log - (rate * weights.window_size)", "log - 0 * (rate * weights.window_size)", "tests/ops/hybrid/test_cpu.py tests/ops/hybrid/test_torch.py"),
     _ops("the far part begins a token early", "hybrid/fused.py", "start, sources = window + sinks, [", "start, sources = window + sinks - 1, [", "tests/ops/hybrid/test_cpu.py"),
-    _ops("thin features drown the window", "hybrid/sums.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/test_hybrid.py"),
+    _ops("thin features drown the window", "hybrid/sums.py", "part.log.detach() + part.weight", "part.log.detach() - part.weight", "tests/ops/hybrid/test_torch.py"),
     Mutant("a window is a token wider", "hf_linattn/mechanisms/hybrid.py", "(pairs.distance < self.config.window_size)", "(pairs.distance <= self.config.window_size)", "tests/training/test_transfer.py"),
     # the delta rule and hard keys
     _csrc("delta rule in C: a key corrects the next one alone", "delta_rule/delta_rule.h", "for (int64_t j = 0; j < i; j++)\n            factor[j]", "for (int64_t j = i > 0 ? i - 1 : 0; j < i; j++)\n            factor[j]", "tests/ops/delta_rule/test_cpu.py"),
@@ -162,12 +162,12 @@ OF_THE_UNIT = {
 # where operators are swapped at random, and what must notice
 FOLDERS = {
     "hf_linattn/ops/linear": f"{LINEAR} {NATIVE_LINEAR} tests/test_derivatives.py",
-    "hf_linattn/ops/hybrid": f"tests/ops/test_hybrid.py tests/ops/hybrid/test_cpu.py tests/mechanisms/test_hybrid.py && {NAMED} -k hybrid",
+    "hf_linattn/ops/hybrid": f"tests/ops/hybrid/test_torch.py tests/ops/hybrid/test_cpu.py tests/mechanisms/test_hybrid.py && {NAMED} -k hybrid",
     "hf_linattn/ops/block_softmax": f"tests/ops/block_softmax/test_cpu.py tests/ops/block_softmax/test_decode.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_streaming.py && {NAMED} -k 'local or bigbird or longformer or learned_sparse or fixed'",
     "hf_linattn/ops/slots": f"tests/ops/slots/test_cpu.py tests/ops/test_cpu_flops.py tests/mechanisms/test_linformer.py && {NAMED} -k linformer",
     "hf_linattn/ops/lsh": f"tests/ops/lsh/test_cpu.py tests/ops/test_cpu_flops.py tests/mechanisms/test_lsh.py && {NAMED} -k lsh",
     "hf_linattn/ops/delta_rule": f"tests/mechanisms/test_recurrences.py {NAMED} -k deltanet",
-    "hf_linattn/ops/common": "tests/ops/test_softmax.py tests/ops/test_sequences.py tests/ops/test_source.py tests/ops/test_causal_linear.py tests/ops/block_softmax/test_cpu.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
+    "hf_linattn/ops/common": "tests/ops/common/test_exact_softmax.py tests/ops/common/test_padding.py tests/ops/common/test_grad_accumulator.py tests/ops/linear/test_torch.py tests/ops/block_softmax/test_cpu.py tests/mechanisms/test_block_sparse.py tests/mechanisms/test_linear.py tests/mechanisms/test_performer.py && tests/mechanisms/test_softmax_type.py tests/test_tracing.py -k 'softmax or local or linear or traced'",
     "hf_linattn/cache.py": "tests/test_cache.py tests/test_integration.py tests/test_cross_attention.py",
     "hf_linattn/transformers_bridge.py": BRIDGE,
 }  # fmt: skip
@@ -177,7 +177,7 @@ FILES = {
     "hf_linattn/ops/hybrid/cpu_kernels.py": "tests/ops/test_cpu_flops.py tests/ops/hybrid/test_cpu.py tests/ops/hybrid/test_cpu_hard_keys.py",
     "hf_linattn/ops/hybrid/hard_keys.py": "tests/mechanisms/test_hard_keys.py",
     "hf_linattn/ops/hybrid/mixed_chunk.py": f"tests/mechanisms/test_mixed_chunk.py && {NAMED} -k mixed_chunk",
-    "hf_linattn/ops/linear/attention_distance.py": "tests/ops/test_distances.py tests/mechanisms/test_linear.py",
+    "hf_linattn/ops/linear/attention_distance.py": "tests/ops/linear/test_attention_distance.py tests/mechanisms/test_linear.py",
     "hf_linattn/ops/linear/cpu.py": f"tests/ops/runtime/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/cpu_kernels.py": f"tests/ops/test_cpu_flops.py tests/ops/runtime/test_operands.py tests/test_operands.py {NATIVE_LINEAR}",
     "hf_linattn/ops/linear/ridge.py": "tests/mechanisms/test_ridge.py",

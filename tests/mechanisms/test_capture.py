@@ -19,7 +19,7 @@ from hf_linattn.ops.hybrid import triton as hybrid_triton
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.types import native_map
-from tests.ops.triton.cases import make_mechanism
+from tests.ops.triton_cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed
 LOOK_AT_NUMBERS = {

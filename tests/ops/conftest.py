@@ -1,8 +1,9 @@
-"""What holds for the tests of all operations."""
+"""What holds for the tests of all operations, and what those of a backend share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +53,38 @@ def products(request, monkeypatch):
     monkeypatch.setattr(block_softmax, "LEAST_KEYS", 0)
     monkeypatch.setattr(hard_keys, "LEAST_KEYS", 0)
     monkeypatch.setattr(causal_sums, "LEAST_FEATURES", 0)
+
+
+@pytest.fixture(autouse=True)
+def patched_once(request, monkeypatch):
+    """Let a launch replace what kernels call by NumPy's, and not every function of a kernel anew: half of the time."""
+    if not request.path.name.startswith("test_triton"):
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, everything = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+    def call(function, *args, **kwargs):
+        return function.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda _: patch(everything))
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """For Triton: several segments, tiles of features and of values, all with a rest, in forty tokens."""
+    from hf_linattn.ops.block_softmax import triton as block_triton
+    from hf_linattn.ops.linear import triton_launch
+    from hf_linattn.ops.window import triton as window_triton
+
+    monkeypatch.setattr(triton_launch, "tiles_for", lambda *_: triton_launch.Tiles(16, 16, 4, 1))
+    sizes = {"MOST_BYTES": 64, "STATE_KEYS": 16, "STATE_VALUES": 16, "LEAST_CHUNKS": 2}
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_launch, name, size)
+    monkeypatch.setattr(block_triton, "TILE", 16)
+    monkeypatch.setattr(block_triton, "PARTS", 3)
+    for options in (window_triton.HALF, window_triton.OTHERS):
+        for name in options:
+            monkeypatch.setitem(options, name, {"ROWS": 16, "COLUMNS": 16, "num_stages": 1})

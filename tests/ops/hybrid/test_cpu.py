@@ -1,4 +1,4 @@
-"""Hybrid attention in C against PyTorch's operations in float64, which `tests/ops/test_hybrid.py` checks."""
+"""Hybrid attention in C against PyTorch's operations in float64, which `tests/ops/hybrid/test_torch.py` checks."""
 
 from __future__ import annotations
 

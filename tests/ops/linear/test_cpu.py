@@ -1,4 +1,4 @@
-"""The compiled operations against PyTorch's in float64, which `tests/ops/test_causal_linear.py` checks."""
+"""The compiled operations against PyTorch's in float64, which `test_torch.py` checks."""
 
 from __future__ import annotations
 

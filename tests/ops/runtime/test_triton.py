@@ -18,7 +18,7 @@ from hf_linattn.ops.linear.types import LinearCall
 from hf_linattn.ops.runtime import triton as launching
 from hf_linattn.ops.runtime.cpu import product_parts
 from tests.ops.feature_maps import elu_map
-from tests.ops.triton.cases import make_mechanism
+from tests.ops.triton_cases import make_mechanism
 
 GPU = torch.device("cuda", 0)
 CACHED = (no_triton, launching.is_large, launching.assembler_version)

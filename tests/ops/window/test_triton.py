@@ -17,7 +17,7 @@ from hf_linattn.ops.window.autograd import Window, attend_window
 from hf_linattn.ops.window.triton import TRITON_WINDOW
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.triton.cases import run
+from tests.ops.triton_cases import run
 
 LENGTH, GROUPS, SIZES = 59, 2, (12, 9)  # of keys, of values
 

@@ -16,7 +16,7 @@ from hf_linattn.ops.window import triton_decode
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, make_tokens
 from tests.models import make_model
-from tests.ops.triton.cases import run
+from tests.ops.triton_cases import run
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM, LENGTH = 2, 2, 1, 8, 6, 13
 CASES = {

@@ -1,4 +1,4 @@
-"""One token by Triton against PyTorch in float64, which `test_causal_linear` checks against the formula."""
+"""One token by Triton against PyTorch in float64, which `test_torch.py` checks against the formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.types import LinearState, NativeMap
-from tests.ops.triton.cases import ON_TRITON, make_mechanism
+from tests.ops.triton_cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
     name for name in ON_TRITON

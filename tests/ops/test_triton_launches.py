@@ -15,7 +15,7 @@ from hf_linattn.backends import use_backend
 from hf_linattn.ops.common.tracing import begin_forward, end_forward
 from hf_linattn.ops.hybrid import triton as hybrid  # noqa: F401 - all that launches is there
 from hf_linattn.ops.runtime import triton as launching
-from tests.ops.triton.cases import make_mechanism
+from tests.ops.triton_cases import make_mechanism
 
 LENGTH = 1100  # several segments of chunks
 FEATURES, SLOPES = ["write_features"] * 2, ["write_slopes"] * 2

@@ -21,7 +21,7 @@ from hf_linattn.ops.runtime import triton as launching
 from hf_linattn.testing.counters import flops_of
 from tests.helpers import make_tokens, pad
 from tests.models import make_model
-from tests.ops.triton.cases import run
+from tests.ops.triton_cases import run
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 2, 1, 8, 6
 DECAY: dict[str, Any] = {"linear_options": {"decay": "learned"}}

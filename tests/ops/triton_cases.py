@@ -15,7 +15,7 @@ from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, Mechanism
 from tests.helpers import OPTIONS, is_plain_pattern
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]
 
 

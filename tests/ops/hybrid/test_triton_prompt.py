@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_linattn.backends import use_backend
 from hf_linattn.ops.hybrid import triton_prompt
 from hf_linattn.ops.window import triton_decode
-from tests.ops.triton import test_hybrid_step as steps
-from tests.ops.triton.test_hybrid_step import CASES, PERFORMER, make
+from tests.ops.hybrid import test_triton_decode as steps
+from tests.ops.hybrid.test_triton_decode import CASES, PERFORMER, make
 
 BATCH, LENGTH, GROUPS = 3, 43, 2
 NUMBER = torch.arange(LENGTH)

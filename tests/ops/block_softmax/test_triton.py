@@ -24,8 +24,8 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens
 from tests.models import make_model
 from tests.ops.block_softmax.cases import check_what_was_read_before
-from tests.ops.triton.cases import ON_TRITON, each_form, make_mechanism, run
-from tests.ops.triton.test_causal_sums import SUMS
+from tests.ops.linear.test_triton import SUMS
+from tests.ops.triton_cases import ON_TRITON, each_form, make_mechanism, run
 
 BLOCKS = [name for name in ON_TRITON if name not in SUMS]
 BOTH = [(x, mode) for x in BLOCKS for mode in ("causal", "bidirectional")]

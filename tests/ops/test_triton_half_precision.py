@@ -10,9 +10,9 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.block_softmax.triton import TRITON_BLOCKS
 from hf_linattn.ops.linear import triton as linear_triton
 from tests.ops.block_softmax.cases import check_what_was_read_before, kept_numbers
-from tests.ops.triton.cases import each_map, make_mechanism
-from tests.ops.triton.test_block_softmax import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
-from tests.ops.triton.test_causal_sums import SUMS
+from tests.ops.block_softmax.test_triton import BOTH, LENGTH, LENGTHS, calls, make_small  # noqa: F401 - calls is a fixture
+from tests.ops.linear.test_triton import SUMS
+from tests.ops.triton_cases import each_map, make_mechanism
 
 HALF = [(name, mode) for name, mode in BOTH if MECHANISMS.get(name).takes_half and name != "learned_sparse"]  # trained
 # a window, tables beside shared keys, a far part, slots: what kernels tell apart

@@ -1,4 +1,4 @@
-"""Triton's causal sums against PyTorch's in float64, which `test_causal_linear` checks against the formula."""
+"""Triton's causal sums against PyTorch's in float64, which `test_torch.py` checks against the formula."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close, logits_of, make_tokens, pad
 from tests.models import make_model
 from tests.ops.feature_maps import elu_map, exp_map
-from tests.ops.triton.cases import ON_TRITON, each_map, make_mechanism, run
+from tests.ops.triton_cases import ON_TRITON, each_map, make_mechanism, run
 
 VALUE_DIM, LENGTH = 20, 41
 OTHERS = (BlockSparseMechanism, HybridMechanism, LinformerMechanism)  # on block softmax

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 
-from tests.ops.triton import (
-    test_block_softmax,
-    test_causal_sums,
-    test_hybrid_step,
-    test_window_softmax,
-    test_window_step,
-)
-from tests.ops.triton.cases import run
+from tests.ops.block_softmax import test_triton as block_softmax
+from tests.ops.hybrid import test_triton_decode as hybrid_decode
+from tests.ops.linear import test_triton as linear
+from tests.ops.triton_cases import run
+from tests.ops.window import test_triton as window
+from tests.ops.window import test_triton_decode as window_decode
 
 # how many kernels each file's program compiles
-FILES = {test_block_softmax: 3, test_causal_sums: 7, test_hybrid_step: 2, test_window_softmax: 4, test_window_step: 2}
-WITHOUT = {test_causal_sums, test_hybrid_step, test_window_step}  # some kernels need none: products of rows, copies
+FILES = {block_softmax: 3, linear: 7, hybrid_decode: 2, window: 4, window_decode: 2}
+WITHOUT = {linear, hybrid_decode, window_decode}  # some kernels need none: products of rows, copies
 PROGRAM = """
 import contextlib, io, json, sys
 
