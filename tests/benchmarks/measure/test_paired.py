@@ -39,7 +39,7 @@ def test_the_interval_is_of_the_means_of_the_pairs() -> None:
 
 
 def test_two_checkouts_take_turns_at_the_same_rows() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     processes = paired.Checkout(root, threads=1), paired.Checkout(root, threads=1)
     rows = [row for row in paired.rows_of("linear", [64], ["forward", "decoding"]) if row.mode == "causal"]
     assert [row.direction for row in rows] == ["forward", "decoding"]
