@@ -17,7 +17,7 @@ from .attention_call import AttentionCall, intercept_attention
 from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
-from .held_back import Calibration, Judge, Split, squared_errors, take_the_better, write
+from .held_out import Calibration, Judge, Split, squared_errors, take_the_better, write
 from .inference import accepted, evaluation_mode, progress_bar, require_tensors, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
@@ -43,7 +43,7 @@ def calibrate(
     without parameters instead of it, a mechanism fits what has no gradient, such as a codebook, in its own way
     (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point; a warning names it.
 
-    Of every four rows the second is held back: nothing is fitted to it. In the end each layer's error on these rows is
+    Of every four rows the second is held out: nothing is fitted to it. In the end each layer's error on these rows is
     compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
     keeps what it had, as a warning says. A single row can only be judged by itself.
 
@@ -58,7 +58,7 @@ def calibrate(
 
     Returns:
         Path of each module that has something to fit -> the error above for each batch before the fit to it. Its
-        `held_back` has the error on the rows held back before and after, and whether the fit was taken.
+        `held_out` has the error on the rows held out before and after, and whether the fit was taken.
 
     Raises:
         PatchError: the model is not patched.
@@ -72,7 +72,7 @@ def calibrate(
         >>> model = hf_linattn.patch_model(model, "hedgehog")
         >>> batches = [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)]
         >>> errors = hf_linattn.calibrate(model, batches, steps=5)
-        >>> len(errors["transformer.h.0.attn"]), errors.held_back["transformer.h.0.attn"]._fields
+        >>> len(errors["transformer.h.0.attn"]), errors.held_out["transformer.h.0.attn"]._fields
         (3, ('before', 'after', 'taken'))
     """
     require_count("steps", steps)
@@ -103,7 +103,7 @@ def _fit(
     model: nn.Module, mechanisms: Mapping[str, Mechanism], fitted: Mapping[str, list[nn.Parameter]], steps: int,
     batches: Iterable[Any],
 ) -> Calibration:  # fmt: skip
-    """Fit the layers to every batch, then judge the fits on the rows held back from all of them."""
+    """Fit the layers to every batch, then judge the fits on the rows held out from all of them."""
     backbone, split, read = root_model(model).base_model, Split(), list[Mapping[str, Any]]()
     fits = {path: _Fit(mechanisms[path], parameters, steps, split) for path, parameters in fitted.items()}
     judges = {path: Judge(mechanisms[path], parameters, split) for path, parameters in fitted.items()}
@@ -154,7 +154,7 @@ class _Fit:
                 f"layer {self.mechanism.layer.index} cannot be fitted to batch {len(self.errors) + 1}, of which its"
                 f" error is {error}; leave out inputs that are extreme or not finite"
             )
-        if (given := self.split.rows(call, held_back=False)) is not None:
+        if (given := self.split.rows(call, held_out=False)) is not None:
             wanted = target if given is call else given.run_softmax(self.mechanism)
             given.prepare(self.mechanism)
             if self.parameters:

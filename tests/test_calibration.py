@@ -130,19 +130,19 @@ def test_a_bfloat16_model_is_fitted_in_float32_and_stays_bfloat16():
 
 
 @pytest.mark.parametrize("name", each_of(list_mechanisms()))
-def test_no_mechanism_ends_worse_than_it_began_on_rows_held_back(name, caplog):
+def test_no_mechanism_ends_worse_than_it_began_on_rows_held_out(name, caplog):
     """Of rows that have nothing in common; what is said of them is what is measured without it."""
     model, rows = make("llama", name), make_batches(1, batch=6)[0]["input_ids"]
-    held_back = {"input_ids": rows[[1, 5]]}
-    before, start = state(model), layer_errors(model, held_back)
+    held_out = {"input_ids": rows[[1, 5]]}
+    before, start = state(model), layer_errors(model, held_out)
     result = calibrate(model, [{"input_ids": rows[:3]}, {"input_ids": rows[3:]}], steps=4)
     mechanisms = get_mechanisms(model)
     assert bool(result) == any(list(m.parameters()) or m.prepares for m in mechanisms.values())
-    assert result.keys() == result.held_back.keys()
-    after = dict(zip(mechanisms, layer_errors(model, held_back), strict=True))
+    assert result.keys() == result.held_out.keys()
+    after = dict(zip(mechanisms, layer_errors(model, held_out), strict=True))
     for path, error in dict(zip(mechanisms, start, strict=True)).items():
         assert after[path] <= error * (1 + 1e-5) or path not in result
-    for path, (error, found, taken) in result.held_back.items():
+    for path, (error, found, taken) in result.held_out.items():
         assert error == pytest.approx(dict(zip(mechanisms, start, strict=True))[path], rel=1e-3, abs=1e-9)
         assert (found < error or not taken) and (path in caplog.text) != taken
         own = {n: x for n, x in model.state_dict().items() if n.startswith(path)}
@@ -162,15 +162,15 @@ def test_a_fit_that_serves_other_rows_worse_is_undone(caplog):
 
     first.prepare = spoil
     result = calibrate(model, make_batches(2), steps=1)
-    assert not result.held_back[spoilt].taken and result.held_back[fine].taken
-    assert result.held_back[spoilt].after >= result.held_back[spoilt].before
+    assert not result.held_out[spoilt].taken and result.held_out[fine].taken
+    assert result.held_out[spoilt].after >= result.held_out[spoilt].before
     assert spoilt in caplog.text and fine not in caplog.text
     for name, x in model.named_parameters():
         assert torch.equal(x, before[name]) != any(x is own for own in second.parameters()), name
 
 
 def test_a_single_row_is_judged_by_itself():
-    ((error, after, taken), *_) = calibrate(make("llama"), make_batches(1, batch=1), steps=5).held_back.values()
+    ((error, after, taken), *_) = calibrate(make("llama"), make_batches(1, batch=1), steps=5).held_out.values()
     assert taken and after < error
 
 
@@ -276,7 +276,7 @@ def test_texts_are_tokenised_into_whole_rows_and_fitted_like_batches():
     by_batches, by_texts = make_words(), make_words()
     expected = calibrate(by_batches, [{"input_ids": ids}], steps=2)
     found = calibrate(by_texts, [text], tokenizer=make_tokenizer(), steps=2)
-    assert found == expected and found.held_back == expected.held_back
+    assert found == expected and found.held_out == expected.held_out
     tensors = zip(state(by_batches).values(), state(by_texts).values(), strict=True)
     assert all(torch.equal(one, other) for one, other in tensors)
 

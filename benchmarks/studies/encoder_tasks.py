@@ -29,7 +29,7 @@ from hf_linattn import calibrate, patch_model
 from hf_linattn.training.losses.distillation import Teacher
 
 HUB = "nyu-mll/glue"
-HELD_BACK = 10  # of ten training sentences one chooses
+HELD_OUT = 10  # of ten training sentences one chooses
 BATCH, CLASSES, LOOKS = 32, 2, 2
 
 
@@ -99,9 +99,9 @@ def read_task(task: GlueTask, folder: Path | None) -> DatasetDict:
     given = given.select_columns([*names, "label"]).rename_columns(names)
     train = given["train"].shuffle(seed=0)
     train = train.select(range(min(len(train), task.most or len(train))))
-    held_back = len(train) // HELD_BACK
-    parts = {"validation": train.select(range(held_back)), "test": given["validation"]}
-    return DatasetDict(train=train.select(range(held_back, len(train))), **{k: by_length(x) for k, x in parts.items()})
+    held_out = len(train) // HELD_OUT
+    parts = {"validation": train.select(range(held_out)), "test": given["validation"]}
+    return DatasetDict(train=train.select(range(held_out, len(train))), **{k: by_length(x) for k, x in parts.items()})
 
 
 @dataclass

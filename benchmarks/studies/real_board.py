@@ -150,7 +150,7 @@ def run_row(model_path: str, row: str, material: Material) -> Document:
         start = time.perf_counter()
         found = calibrate(model, material.fitted)
         stages[CALIBRATED] = {"calibration_seconds": time.perf_counter() - start}
-        stages[CALIBRATED] |= {"layers_taken": sum(result.taken for result in found.held_back.values())}
+        stages[CALIBRATED] |= {"layers_taken": sum(result.taken for result in found.held_out.values())}
         stages[CALIBRATED] |= measure(model, material, whole=True)
     plan = plan_of(row, model.config.num_hidden_layers)
     bytes_of = {"length": length, "row": state.patched, "softmax": state.original}

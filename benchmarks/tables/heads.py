@@ -177,7 +177,7 @@ def _how(name: str, run: Document) -> str:
         f" {run['learning_rate']:g}, on {run['device']} with {run['threads']} thread{'s' * (run['threads'] > 1)}. Of"
         f" {len(run['evaluations'])} evaluations that of step {best['step']} of {last['step']} was the best"
         f" ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and its weights are what is measured. Its loss by"
-        f" position on held-back text, in {len(changes)} buckets up to {count(run['positions']['before'][-1]['last'])}"
+        f" position on held-out text, in {len(changes)} buckets up to {count(run['positions']['before'][-1]['last'])}"
         f" tokens, changed by {min(changes):.3f} to {max(changes):.3f} nats."
     )
 

@@ -161,5 +161,5 @@ def _training(conversion: Conversion) -> str:
     tokens, taken = f"{fitted.tokens:,} tokens of {', '.join(fitted.files)}", f"{fitted.taken} of {fitted.layers}"
     return (
         "None of the original's weights. `calibrate` fitted what is new in the attention to softmax attention, on"
-        f" {tokens}. In {taken} layers the fit was better on rows held back, and was taken. {made}\n\n{USE}"
+        f" {tokens}. In {taken} layers the fit was better on rows held out, and was taken. {made}\n\n{USE}"
     )

@@ -181,9 +181,9 @@ def fit(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]], wanted: Wa
     from ..cards import Calibrated
 
     start = time.perf_counter()
-    held_back = calibrate(model, batches, progress=wanted.progress).held_back
-    names, taken = [file.name for file in wanted.calibrate], sum(layer.taken for layer in held_back.values())
-    return Calibrated(count_tokens(batches), names, len(held_back), taken, time.perf_counter() - start)
+    held_out = calibrate(model, batches, progress=wanted.progress).held_out
+    names, taken = [file.name for file in wanted.calibrate], sum(layer.taken for layer in held_out.values())
+    return Calibrated(count_tokens(batches), names, len(held_out), taken, time.perf_counter() - start)
 
 
 def calibration_document(batches: Sequence[Mapping[str, Any]], fitted: Calibrated | None) -> dict[str, Any]:

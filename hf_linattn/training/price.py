@@ -273,8 +273,8 @@ def _trainer(
 ) -> Iterator[RecoveryTrainer]:
     """Give what trains a model for `plan_steps` steps, in a folder that is gone afterwards, and validates a batch."""
     silent: Mapping[str, Any] = {"logging_strategy": "no", "disable_tqdm": True}
-    training, held_back = replace(without_checkpoints(plan.training), **silent), plan.data.validation
-    batch = held_back.select(range(min(len(held_back), training.eval_batch_size)))
+    training, held_out = replace(without_checkpoints(plan.training), **silent), plan.data.validation
+    batch = held_out.select(range(min(len(held_out), training.eval_batch_size)))
     with tempfile.TemporaryDirectory() as folder, kept_random_states(), whole_models(), own_forward(model):
         arguments = stage_arguments(
             model, training, Path(folder), learning_rate=plan.learning_rates[0],

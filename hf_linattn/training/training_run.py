@@ -40,7 +40,7 @@ class TrainingRun:
         speed_lengths: the lengths to time that the model has positions for.
         digests: of the content of model and data. shared_control: results of stages of another run, by name.
         results: what each finished stage of this run recorded, by name.
-        position_losses: of models on held-back windows of a length, by the stage that left them, in this process.
+        position_losses: of models on held-out windows of a length, by the stage that left them, in this process.
     """
 
     arguments: Arguments

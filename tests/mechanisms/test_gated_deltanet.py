@@ -274,7 +274,7 @@ def test_positions_that_count_pads_are_not_undone(name, options):
 def test_the_input_reaches_calibration_and_training():
     model, tokens = patch_model(tiny_model("llama", True), "gated_deltanet", **HIDDEN), random_tokens(8, 24)
     errors = calibrate(model, [{"input_ids": tokens[:4]}, {"input_ids": tokens[4:]}], steps=3)
-    assert len(errors) == 2 and all(x.after < x.before for x in errors.held_back.values())
+    assert len(errors) == 2 and all(x.after < x.before for x in errors.held_out.values())
     seen: dict[str, AttentionCall] = {}
 
     def remember(path: str, call: AttentionCall) -> Tensor:

@@ -155,7 +155,7 @@ def test_pads_and_borders_of_packed_rows_have_no_say_in_calibration(side):
     packed = {"input_ids": tokens.view(2, 240), "position_ids": torch.arange(120).repeat(2)[None].expand(2, -1)}
     plain, first_two, others = model_with(), model_with(), (model_with(), model_with())
     want = calibrate(plain, [{"input_ids": tokens}])
-    calibrate(first_two, [{"input_ids": tokens[[0, 2, 1]]}])  # the second row is held back, of the packed ones too
+    calibrate(first_two, [{"input_ids": tokens[[0, 2, 1]]}])  # the second row is held out, of the packed ones too
     given = (plain, {**padded, "position_ids": positions_of(mask)}), (first_two, packed)
     for other, (same, inputs) in zip(others, given, strict=True):
         for path, errors in calibrate(other, [inputs]).items():

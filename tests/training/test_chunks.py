@@ -95,10 +95,10 @@ def test_no_tensor_of_a_step_or_a_validation_is_as_large_as_its_logits(tmp_path,
     taught = Teacher(teacher, kl_weight=1) if what == "taught" else None
     trainer = RecoveryTrainer(model.train(), training, data, taught)
     batch = data.collator([data.train[i] for i in range(8)])
-    held_back = data.evaluation_collator([data.validation[i] for i in range(8)])
+    held_out = data.evaluation_collator([data.validation[i] for i in range(8)])
     trainer.state.max_steps = 10
     run = {
-        "evaluated": lambda: trainer.prediction_step(model.eval(), dict(held_back), True)[0],
+        "evaluated": lambda: trainer.prediction_step(model.eval(), dict(held_out), True)[0],
         "validated": lambda: validation_loss(model, data, 8),
     }.get(what, lambda: trainer.compute_loss(model, dict(batch)).backward())
     logits, sizes, losses = batch["labels"].numel() * 20_000, {}, []
@@ -109,7 +109,7 @@ def test_no_tensor_of_a_step_or_a_validation_is_as_large_as_its_logits(tmp_path,
         sizes[elements] = made.size
     assert sizes[logits // 20] < logits / 3 and sizes[2 * logits] > 0.8 * logits
     if what == "evaluated":
-        loss = model(**held_back).loss.item()
+        loss = model(**held_out).loss.item()
         assert losses[0].item() == pytest.approx(loss, rel=1e-5) and losses[1].item() == pytest.approx(loss, rel=1e-5)
     if what == "validated":
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)

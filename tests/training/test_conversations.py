@@ -23,7 +23,7 @@ from hf_linattn.training.conversations import conversation, render_conversations
 from hf_linattn.training.data import load_text_splits, tokenize_and_pack
 from hf_linattn.training.preparation import check_windows
 from hf_linattn.training.same_run import rows_digest
-from hf_linattn.training.stages.positions import held_back
+from hf_linattn.training.stages.positions import held_out
 from hf_linattn.training.stages.report import compare_with_original, read_long_documents
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder
 from tests.evaluation.recall_reader import byte_tokenizer
@@ -171,7 +171,7 @@ def test_no_token_is_put_around_a_conversation_whatever_reads_it(conversations, 
     assert CAUSAL.read_tokens(encoder, texts) > sum(len(text.encode()) for text in texts["text"]), "windows overlap"
     assert len(CAUSAL.samples(model, encoder, texts, 1)) == 1
     check_windows(context, None)
-    windows, _ = held_back(context, 20)
+    windows, _ = held_out(context, 20)
     assert tokenizer.decode(windows[0]) == texts["text"][0][:20]
     compare_with_original(context, model)
     read_long_documents(context, model)

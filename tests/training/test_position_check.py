@@ -103,7 +103,7 @@ def test_every_stage_is_checked_and_one_that_does_harm_is_refused_and_kept(mater
 
 def test_one_model_at_a_time_is_on_the_device(monkeypatch):
     alive, losses = weakref.WeakSet(), made(torch.zeros(2, 255, dtype=torch.float64))
-    monkeypatch.setattr(positions, "held_back", lambda run, length: (length, None))
+    monkeypatch.setattr(positions, "held_out", lambda run, length: (length, None))
     monkeypatch.setattr(positions, "token_losses", lambda model, windows, documents: losses)
     given = ["--model_name_or_path", "m", "--output_dir", "o", "--mechanism", "linear"]
     arguments = parse_arguments(given, DISTILLATION)
@@ -120,7 +120,7 @@ def test_one_model_at_a_time_is_on_the_device(monkeypatch):
     assert {*run.position_losses} == {("calibration", False)}
 
 
-def test_held_back_text_that_is_too_short_is_refused_before_anything(material, tmp_path):
+def test_held_out_text_that_is_too_short_is_refused_before_anything(material, tmp_path):
     with pytest.raises(OptionError, match=r"position_windows=2, windows of 64 .*with position_windows 0"):
         run(flags(material, tmp_path / "out", position_windows=2))
     assert not (tmp_path / "out").exists()

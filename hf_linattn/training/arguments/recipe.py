@@ -86,7 +86,7 @@ class RecipeArguments:
     position_windows: int = field(
         default=0,
         metadata={
-            "help": "Held-back windows of 4 times the rows of a stage, as far as there are positions, on which loss by"
+            "help": "Held-out windows of 4 times the rows of a stage, as far as there are positions, on which loss by"
             " position is compared before and after it; one that makes a bucket worse is refused. Causal only."
         },
     )

@@ -30,7 +30,7 @@ BEYOND = 4  # times as long as the rows of a training are the windows on which i
 
 @dataclass
 class PositionCheck(OneProcessStage):
-    """Compare a model before and after a stage on held-back windows, bucket by bucket of positions.
+    """Compare a model before and after a stage on held-out windows, bucket by bucket of positions.
 
     A bucket is worse where its mean difference is above `TOLERATED` and the 95 % interval of that above zero: a
     bootstrap over the documents, or over the tokens of a single one.
@@ -71,7 +71,7 @@ class PositionCheck(OneProcessStage):
     def _losses(self, context: TrainingRun, load: Callable[[TrainingRun], PreTrainedModel]) -> TokenLosses:
         model = load(context)
         length = checked_length(context.arguments, position_limit(model), self.long)
-        return token_losses(model, *held_back(context, length))
+        return token_losses(model, *held_out(context, length))
 
     def _refusal(self, context: TrainingRun, row: PositionRow) -> str:
         data, distillation = context.arguments.data, context.arguments.distillation
@@ -110,7 +110,7 @@ def checked_length(arguments: Arguments, limit: int | None, long: bool) -> int:
     return length if limit is None else min(length, limit)
 
 
-def held_back(context: TrainingRun, length: int) -> tuple[Tensor, Tensor]:
+def held_out(context: TrainingRun, length: int) -> tuple[Tensor, Tensor]:
     """Return windows [B, N] of the validation split and the document of each, documents in turn."""
     texts, special = context.splits["validation"]["text"], not context.arguments.data.completion_only
     windows, documents = windows_of_documents(context.tokenizer, texts, length, special)

@@ -1,4 +1,4 @@
-"""Rows held back from a fit, and what it is worth on them: a layer that it does not serve keeps what it had."""
+"""Rows held out from a fit, and what it is worth on them: a layer that it does not serve keeps what it had."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .mechanisms import Mechanism
 
 logger = logging.getLogger(__name__)
 
-HELD_BACK = 4  # the second of every 4 rows is held back
+HELD_OUT = 4  # the second of every 4 rows is held out
 NAMED = 3  # layers that a warning names
 
 
-class HeldBack(NamedTuple):
+class HeldOut(NamedTuple):
     """A layer's error on rows that nothing was fitted to, before and after the fit, and whether the fit was taken."""
 
     before: float
@@ -30,16 +30,16 @@ class HeldBack(NamedTuple):
 class Calibration(dict[str, list[float]]):
     """Path of an attention module -> its errors batch by batch, each before the fit to it.
 
-    held_back: path -> its error on the rows held back.
+    held_out: path -> its error on the rows held out.
     """
 
-    def __init__(self, errors: Mapping[str, list[float]], held_back: Mapping[str, HeldBack]):
+    def __init__(self, errors: Mapping[str, list[float]], held_out: Mapping[str, HeldOut]):
         super().__init__(errors)
-        self.held_back = dict(held_back)
+        self.held_out = dict(held_out)
 
 
 class Split:
-    """Which rows of the batch at hand are held back: of every four the second, counted over all batches."""
+    """Which rows of the batch at hand are held out: of every four the second, counted over all batches."""
 
     def __init__(self) -> None:
         self.first = self.size = 0
@@ -54,16 +54,16 @@ class Split:
         """Go on to the batch after the one that was read."""
         self.first, self.size = self.first + self.size, 0
 
-    def rows(self, call: AttentionCall, held_back: bool) -> AttentionCall | None:
-        """Return the call of the rows that are held back, or of the others; None if there are none."""
+    def rows(self, call: AttentionCall, held_out: bool) -> AttentionCall | None:
+        """Return the call of the rows that are held out, or of the others; None if there are none."""
         self.size = len(call.query)
-        own = [(self.first + row) % HELD_BACK == 1 for row in range(self.size)]
-        chosen = [row for row, is_held_back in enumerate(own) if self.alone or is_held_back == held_back]
+        own = [(self.first + row) % HELD_OUT == 1 for row in range(self.size)]
+        chosen = [row for row, is_held_out in enumerate(own) if self.alone or is_held_out == held_out]
         return call.rows(chosen) if chosen else None
 
 
 class Judge:
-    """Measures a layer with what it had before its fit and with what it has now, on rows held back from it."""
+    """Measures a layer with what it had before its fit and with what it has now, on rows held out from it."""
 
     def __init__(self, mechanism: Mechanism, parameters: list[nn.Parameter], split: Split):
         self.mechanism, self.split = mechanism, split
@@ -72,7 +72,7 @@ class Judge:
         self.errors, self.size = (list[Tensor](), list[Tensor]()), 0.0
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        target, judged = call.run_softmax(self.mechanism), self.split.rows(call, held_back=True)
+        target, judged = call.run_softmax(self.mechanism), self.split.rows(call, held_out=True)
         if judged is not None:
             wanted = judged.run_softmax(self.mechanism)
             after = [tensor.detach().clone() for tensor in self.tensors]
@@ -83,7 +83,7 @@ class Judge:
             self.size += float(sizes.sum())
         return target
 
-    def decide(self) -> HeldBack:
+    def decide(self) -> HeldOut:
         """Go back to what was before unless the error is lower now, by more than chance; return both."""
         before, after = (torch.cat(errors) for errors in self.errors)
         gains = before - after
@@ -91,11 +91,11 @@ class Judge:
         taken = bool(gains.sum() > doubt)  # not where it is not a number
         if not taken:
             write(self.tensors, self.before)
-        return HeldBack(float(before.sum()) / self.size, float(after.sum()) / self.size, taken)
+        return HeldOut(float(before.sum()) / self.size, float(after.sum()) / self.size, taken)
 
 
-def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) -> dict[str, HeldBack]:
-    """Measure every layer on the rows held back, and undo the fit of those that it did not serve."""
+def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) -> dict[str, HeldOut]:
+    """Measure every layer on the rows held out, and undo the fit of those that it did not serve."""
     if not judges:
         return {}
     measure()
@@ -103,7 +103,7 @@ def take_the_better(judges: Mapping[str, Judge], measure: Callable[[], None]) ->
     if kept := [path for path, result in found.items() if not result.taken]:
         errors = [f"{path}: error {found[path].before:.4g} before, {found[path].after:.4g} after" for path in kept]
         logger.warning(
-            "calibrate: %d of %d layers keep what they had, as the fit was no better on rows held back, beyond chance"
+            "calibrate: %d of %d layers keep what they had, as the fit was no better on rows held out, beyond chance"
             " (%s%s)",
             len(kept), len(found), "; ".join(errors[:NAMED]), f"; {len(kept) - NAMED} more" * (len(kept) > NAMED),
         )  # fmt: skip
