@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .ops.common.numerics import LN_2, LOG2_E, dense, fast_exp
 from .ops.common.tracing import is_watched
-from .ops.linear.types import Features, NativeMap
+from .ops.linear.types import FeatureMapSpec, Features
 from .registry import Registry
 
 
@@ -38,7 +38,7 @@ class FeatureMap(nn.Module):
         positive: whether phi(q) . phi(k) is above zero for all q and k.
         width: how many features it makes by default, in units of D; None where no other number is possible.
         copies: how many features it makes of one direction.
-        native_weights: where weight and bias of its `native` form lie, if it has them.
+        spec_weights: where weight and bias of its `spec` form lie, if it has them.
     """
 
     estimates_softmax: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class FeatureMap(nn.Module):
     positive: ClassVar[bool] = True
     width: ClassVar[int | None] = None
     copies: ClassVar[int] = 1
-    native_weights: ClassVar[tuple[str, ...]] = ()
+    spec_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class FeatureMap(nn.Module):
         return self(x).values
 
     @cached_property
-    def native(self) -> NativeMap | None:
+    def spec(self) -> FeatureMapSpec | None:
         """What kernels need to compute this map themselves, beside its weights; None where they cannot."""
         return None
 
@@ -103,8 +103,8 @@ class EluFeatureMap(FeatureMap):
         return Features(_EluPlusOne.apply(dense(x)))
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("elu")
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("elu")
 
 
 class _EluPlusOne(torch.autograd.Function):
@@ -135,8 +135,8 @@ class ReluFeatureMap(FeatureMap):
         return Features(F.relu(x))
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("relu")
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("relu")
 
 
 class RandomFeatureMap(FeatureMap):
@@ -148,7 +148,7 @@ class RandomFeatureMap(FeatureMap):
     projection: Tensor
 
     width = 1
-    native_weights = ("projection.T",)
+    spec_weights = ("projection.T",)
 
     def __init__(
         self,
@@ -196,9 +196,9 @@ class FavorSoftmaxFeatureMap(RandomFeatureMap):
         return Features(powers.sub_(top[..., None]).exp2_(), log_scale)
 
     @cached_property
-    def native(self) -> NativeMap:
+    def spec(self) -> FeatureMapSpec:
         scale, offset = math.sqrt(self.scaling), -math.log(self.feature_dim) / 2
-        return NativeMap("exponential", scale=scale, quadratic=-self.scaling / 2, offset=offset)
+        return FeatureMapSpec("exponential", scale=scale, quadratic=-self.scaling / 2, offset=offset)
 
     def exact(self, x: Tensor) -> Tensor:
         half = x.square().sum(-1, keepdim=True) * self.scaling / 2
@@ -212,7 +212,7 @@ class FavorHyperbolicFeatureMap(FavorSoftmaxFeatureMap):
     width = 2
     copies = 2
 
-    native_weights = ("both_signs",)
+    spec_weights = ("both_signs",)
 
     @property
     def both_signs(self) -> Tensor:
@@ -236,8 +236,8 @@ class FavorReluFeatureMap(RandomFeatureMap):
         return Features(F.relu(self.project(x)) / math.sqrt(self.feature_dim))
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("relu", scale=math.sqrt(self.scaling / self.feature_dim))
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("relu", scale=math.sqrt(self.scaling / self.feature_dim))
 
 
 @FEATURE_MAPS.register("taylor")
@@ -272,7 +272,7 @@ class LearnedFeatureMap(FeatureMap):
 
     learned = True
     width = 4
-    native_weights: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    spec_weights: ClassVar[tuple[str, ...]] = ("weight", "bias")
     has_bias: ClassVar[bool] = True
 
     def __init__(
@@ -316,7 +316,7 @@ class HedgehogFeatureMap(LearnedFeatureMap):
     """
 
     copies = 2
-    native_weights = ("weight",)
+    spec_weights = ("weight",)
     has_bias = False
 
     def forward(self, x: Tensor) -> Features:
@@ -324,8 +324,8 @@ class HedgehogFeatureMap(LearnedFeatureMap):
         return Features(torch.cat([projected.softmax(-1), (-projected).softmax(-1)], dim=-1))
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("softmax_pair")
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("softmax_pair")
 
 
 @FEATURE_MAPS.register("t2r")
@@ -338,8 +338,8 @@ class T2RFeatureMap(LearnedFeatureMap):
         return Features(F.relu(self.project(x)))
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("relu")
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("relu")
 
 
 @FEATURE_MAPS.register("learned_exp")
@@ -356,8 +356,8 @@ class LearnedExpFeatureMap(LearnedFeatureMap):
         return Features(fast_exp(projected.sub_(top[..., None])), top)
 
     @cached_property
-    def native(self) -> NativeMap:
-        return NativeMap("exponential")
+    def spec(self) -> FeatureMapSpec:
+        return FeatureMapSpec("exponential")
 
     def exact(self, x: Tensor) -> Tensor:
         return self.project(x).exp()

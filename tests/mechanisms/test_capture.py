@@ -18,7 +18,7 @@ from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.ops.hybrid import triton as hybrid_triton
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_features as features
-from hf_linattn.ops.linear.types import native_map
+from hf_linattn.ops.linear.types import spec_of
 from tests.ops.triton_cases import make_mechanism
 
 # positions, or how full a memory is, decide there what is computed
@@ -52,7 +52,7 @@ class OnTheHost(TorchDispatchMode):
 def known_maps(monkeypatch):
     """Maps are known without values, too."""
     for module in (linear_triton, hybrid_triton, features):
-        monkeypatch.setattr(module, "native_maps", lambda *maps: [native_map(x) for x in maps])
+        monkeypatch.setattr(module, "specs_of", lambda *maps: [spec_of(x) for x in maps])
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, widened
 from ..linear.cpu import SUMS, few_sequences, mapped_attention, step_attention
-from ..linear.types import LinearState, NativeMap, log_weight, native_maps
+from ..linear.types import FeatureMapSpec, LinearState, log_weight, specs_of
 from ..runtime.cpu import KINDS, empty_output, refusal
 from . import cpu_hard_keys, fused
 from .fused import BLOCK_SIZE, Parts, beside_sink, can_let_in, distant, far_decay, gated, near_parts, remember
@@ -71,14 +71,14 @@ def run(call: HybridCall) -> tuple[Tensor, HybridState | HardKeyState | None]:
 
 def _knows_maps(weights: HybridWeights) -> bool:
     """Whether the C makes the features itself."""
-    return bool(native_maps(weights.query_map, weights.key_map))
+    return bool(specs_of(weights.query_map, weights.key_map))
 
 
 def _far_of_heads(
     query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, mask: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, LinearState] | None:
     """`fused.Parts.far`."""
-    maps = native_maps(weights.query_map, weights.key_map)
+    maps = specs_of(weights.query_map, weights.key_map)
     if not maps:
         return None
     far, log, state = mapped_attention(
@@ -174,7 +174,7 @@ def _step(
     grouped = query.unflatten(1, (key.shape[1], -1))
     decay = None if rate is None else (-rate[:, None]).expand(*key.shape[:2], 1)
     leaving = key[:, :, sinks : sinks + 1], value[:, :, sinks : sinks + 1]
-    maps = native_maps(weights.query_map, weights.key_map)
+    maps = specs_of(weights.query_map, weights.key_map)
     far, far_log, sums = _strict_step(grouped, *leaving, maps, decay, sums)
     far_log = far_log + weights.log_mix.view(key.shape[1], -1, 1)
     far_log = far_log if rate is None else far_log - (rate * weights.reach).view(-1, 1, 1)
@@ -197,7 +197,7 @@ def _before(
     log = query.new_full(query.shape[:4], LOWEST, dtype=accum_dtype(query))
     rows, keys, values = query[:, :, :, start:], key[:, :, span], value[:, :, span]
     if state is not None:  # one query more has far keys
-        last, maps = slice(start - 1, start), native_maps(weights.query_map, weights.key_map)
+        last, maps = slice(start - 1, start), specs_of(weights.query_map, weights.key_map)
         one, own_key, own_value = widened(query[:, :, :, last], keys[:, :, :1], values[:, :, :1])
         output[:, :, :, last], far_log, _ = _strict_step(one, own_key, own_value, maps, None, state)
         log[..., last] = distant(far_log, weights)
@@ -207,7 +207,7 @@ def _before(
 
 def _far(query, key, value, weights: HybridWeights, state: LinearState | None, place: Tensor, reverse: bool = False):
     """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
-    maps, rate = native_maps(weights.query_map, weights.key_map), weights.decay_rate
+    maps, rate = specs_of(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     _, far, state = mapped_attention(query, key, value, maps, None, decay, state, place, reverse=reverse)
     return state, distant(far, weights)
@@ -245,7 +245,7 @@ def _read_near(
 
 
 def _strict_step(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[NativeMap], log_decay: Tensor | None, state: LinearState
+    query: Tensor, key: Tensor, value: Tensor, maps: list[FeatureMapSpec], log_decay: Tensor | None, state: LinearState
 ) -> tuple[Tensor, Tensor, LinearState]:
     """`step_attention` to what was there before the key; with the log of the weights of each query [B, Hkv, G, 1]."""
     factor, top = query.new_empty(2, *query.shape[:4]).unbind()

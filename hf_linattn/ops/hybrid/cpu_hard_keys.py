@@ -15,7 +15,7 @@ from torch import Tensor
 from ..block_softmax.cpu import NATIVE_BLOCKS
 from ..common.precision import accum_dtype, wide
 from ..linear.cpu import few_sequences, map_operands
-from ..linear.types import CHUNK_SIZE, native_maps
+from ..linear.types import CHUNK_SIZE, specs_of
 from ..runtime.cpu import KINDS, dense_rows, empty_output, refusal
 from . import hard_keys as pytorch
 from .cpu_kernels import hard_keys
@@ -33,7 +33,7 @@ def unsupported(call: HybridCall) -> str | None:
         return "window_scale='maximum'"
     if not call.policy.inference and call.state is not None:
         return "tokens after a state with gradients or in training"
-    if call.policy.inference and not weights.delta_rule and not native_maps(weights.query_map, weights.key_map):
+    if call.policy.inference and not weights.delta_rule and not specs_of(weights.query_map, weights.key_map):
         return "a feature map that the C does not know"
     return few_sequences(call.key)
 
@@ -66,7 +66,7 @@ def run(call: HybridCall) -> tuple[Tensor, HardKeyState]:
 def _of_kernel(rows: Rows, weights: HybridWeights, state: Any) -> tuple[Any, Any, Any]:
     """Return what describes the feature maps, nothing else, and how many features and columns the state has."""
     query, key, value = (x.whole for x in rows[:3])
-    maps = native_maps(weights.query_map, weights.key_map)
+    maps = specs_of(weights.query_map, weights.key_map)
     return map_operands(query, key, maps, None)[1], (), (maps[1].width(key.shape[3]), value.shape[3] + 1)
 
 

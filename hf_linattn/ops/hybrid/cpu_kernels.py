@@ -86,7 +86,7 @@ def hard_keys(
         state_after ... hard_position_after: what will be in the next one.
         log_mix, gate, sink: [Hkv, G], rate: [Hkv]: those of `HybridWeights`.
         back: blocks before a query's own in its window. relative: how errors are ranked.
-        query_weight ... offset: `map_operands` of the two maps, and what else is in a `NativeMap`; unless the
+        query_weight ... offset: `map_operands` of the two maps, and what else is in a `FeatureMapSpec`; unless the
             state is that of the delta rule.
         query_features: [B, Hkv, G, N, F], what queries read such a state with.
         key_features [B, Hkv, X, F], key_beta, key_gate [B, Hkv, X]: what keys write; those of the hard keys, the ring

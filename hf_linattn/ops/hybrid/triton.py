@@ -7,7 +7,7 @@ from torch import Tensor
 from ..block_softmax.triton import TRITON_BLOCKS, no_blocks
 from ..linear.triton import SUMS, own_maps
 from ..linear.triton_features import no_step
-from ..linear.types import native_maps
+from ..linear.types import specs_of
 from ..runtime.triton import no_kernels
 from . import fused, triton_prompt
 from .fused import Parts
@@ -42,6 +42,6 @@ def run(call: HybridCall) -> tuple[Tensor, HybridState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     if call.state is None:
         return triton_prompt.attend(call) if triton_prompt.suits(call) else fused.attend(PARTS, call)
-    maps = native_maps(call.weights.query_map, call.weights.key_map)
+    maps = specs_of(call.weights.query_map, call.weights.key_map)
     output, after = step_attention(call.query, call.key, call.value, call.weights, maps, call.state, call.lengths)
     return output, HybridState(*after)

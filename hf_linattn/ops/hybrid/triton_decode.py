@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..linear.triton_features import OneRow
-from ..linear.types import LEAST_WEIGHT, NativeMap
+from ..linear.types import LEAST_WEIGHT, FeatureMapSpec
 from ..runtime.cpu import dense_rows, operation
 from ..runtime.triton import is_large, launch, padded, require_kernels
 from .triton_kernels import keep_prompt, step_hybrid
@@ -36,7 +36,7 @@ def hybrid_step_triton(
 
     Args:
         query: [B, H, 1, D]. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. Rows are contiguous, as is all else.
-        activation ... offset: of the maps of queries and keys, as in a `NativeMap`; weights as they lie.
+        activation ... offset: of the maps of queries and keys, as in a `FeatureMapSpec`; weights as they lie.
         ring_key ... length: of a `HybridState`. log_mix ... far_gate: of `HybridWeights`, in any precision.
         ends: [B], zero for a pad, after which the state is as it was, and one for a token; None if all are.
 
@@ -46,7 +46,8 @@ def hybrid_step_triton(
     require_kernels(query)
     (batch, heads, _, key_size), value_size, groups = key.shape, value.shape[-1], query.shape[1] // key.shape[1]
     weights = (query_weight, query_bias), (key_weight, key_bias)
-    row = OneRow.of([NativeMap(activation, *x, scale, quadratic, offset) for x in weights], heads, groups, key_size)
+    specs = [FeatureMapSpec(activation, *x, scale, quadratic, offset) for x in weights]
+    row = OneRow.of(specs, heads, groups, key_size)
     ring, sinks, keys = ring_key.shape[2], sink_key.shape[2], padded(key_size)
     values, most = min(MOST_VALUES, max(1, NUMBERS // row.tile)), max(1, NEAR_NUMBERS // keys)
     rows = min(most, triton.next_power_of_2(max(1, ring)))

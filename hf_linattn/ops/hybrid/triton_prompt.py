@@ -56,7 +56,7 @@ def _far(call: HybridCall) -> tuple[Far | None, LinearState]:
     there = None if call.lengths is None else once(far_places, call.lengths, call.starts, count, near)
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
     decay = decay if decay is None or there is None else decay * there[:, None]  # a pad takes nothing from the others
-    features, query_log = read(rows, own[0].native, count=count) if own else _with_zero(*weights.query_map(rows))
+    features, query_log = read(rows, own[0].spec, count=count) if own else _with_zero(*weights.query_map(rows))
     (keys, log_scale), _ = SUMS.keys(key_map, key, there, decay is not None)
     output, log, sums = SUMS.weighed(features, keys, log_scale, value, decay)
     log = log if query_log is None else log + query_log

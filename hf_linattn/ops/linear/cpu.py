@@ -1,10 +1,10 @@
 """Kernel attention by csrc/linear, in one pass through the caches of a CPU.
 
-Feature maps that can say what they are (`NativeMap`) are computed by the C too, chunk by chunk, from the heads to the
-output and back: the backward pass keeps the heads, the output, a number per query and the state before every `SEGMENT`
-tokens of a sequence but the first ones, and makes features again. Of maps it does not know the C gets the features
-(`SUMS`), and what these are made of is known to autograd. One token is what decoding reads all the time: a step of its
-own.
+Feature maps that can say what they are (`FeatureMapSpec`) are computed by the C too, chunk by chunk, from the heads to
+the output and back: the backward pass keeps the heads, the output, a number per query and the state before every
+`SEGMENT` tokens of a sequence but the first ones, and makes features again. Of maps it does not know the C gets the
+features (`SUMS`), and what these are made of is known to autograd. One token is what decoding reads all the time: a
+step of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..runtime.cpu import KINDS, dense_rows, empty_like, empty_output, output_fo
 from .autograd import Gradients, Kernels, Operands, Sums, attend, join
 from .cpu_kernels import ACTIVATIONS, COLUMNS, causal_step, causal_sums, causal_sums_backward, make_checkpoints
 from .features import FeatureKernels
-from .types import LinearCall, LinearState, NativeMap, for_all_heads, log_weight, native_maps
+from .types import FeatureMapSpec, LinearCall, LinearState, for_all_heads, log_weight, specs_of
 
 NATIVE_SIZE = 2048  # keys or queries whose features are made at a time where the C gets them
 
@@ -36,14 +36,14 @@ def unsupported(call: LinearCall) -> str | None:
     if call.is_step:
         if not call.policy.inference:
             return "one token with gradients or in training"
-        return None if native_maps(call.query_map, call.key_map) else "a feature map that the C does not know"
+        return None if specs_of(call.query_map, call.key_map) else "a feature map that the C does not know"
     if reason := few_sequences(call.key):
         return reason
     if call.causal:
         return None
     if call.query.shape[2] != call.key.shape[2]:
         return "other numbers of queries and keys"
-    known = call.log_decay is not None or native_maps(call.query_map, call.key_map)
+    known = call.log_decay is not None or specs_of(call.query_map, call.key_map)
     return None if known else "a feature map that the C does not know, read both ways"
 
 
@@ -55,7 +55,7 @@ def few_sequences(key: Tensor) -> str | None:
 
 def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
-    maps = native_maps(call.query_map, call.key_map)
+    maps = specs_of(call.query_map, call.key_map)
     if call.is_step:
         query, key, value = widened(call.grouped_query, call.key, call.value)
         how: Any = {"key_padding_mask": call.key_padding_mask, "log_decay": call.log_decay, "state": call.state}
@@ -76,9 +76,9 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     return attended.flatten(1, 2), after if call.causal else None
 
 
-def _weights_of(native: NativeMap, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
+def _weights_of(spec: FeatureMapSpec, heads: int, groups: int) -> tuple[Tensor | None, Tensor | None]:
     """Weight [Hkv, G, D, columns] and bias [Hkv, G, m] of a map for all heads, in float32."""
-    weight, bias = native.scaled_weight(), native.bias
+    weight, bias = spec.scaled_weight(), spec.bias
     if weight is None:
         return None, None
     missing = -weight.shape[-1] % COLUMNS
@@ -89,7 +89,7 @@ def _weights_of(native: NativeMap, heads: int, groups: int) -> tuple[Tensor | No
 
 
 def map_operands(
-    query: Tensor, key: Tensor, maps: Sequence[NativeMap], key_padding_mask: Tensor | None
+    query: Tensor, key: Tensor, maps: Sequence[FeatureMapSpec], key_padding_mask: Tensor | None
 ) -> tuple[Tensor | None, tuple[Any, ...]]:
     """Return the log scales of hidden keys, and what describes the maps."""
     query_map, key_map = maps
@@ -108,7 +108,7 @@ def mapped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    maps: list[NativeMap],
+    maps: list[FeatureMapSpec],
     key_padding_mask: Tensor | None,
     log_decay: Tensor | None,
     state: LinearState | None,
@@ -149,7 +149,7 @@ def two_way_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    maps: list[NativeMap],
+    maps: list[FeatureMapSpec],
     key_padding_mask: Tensor | None,
     log_decay: Tensor,
     packed: Packed | None = None,
@@ -329,7 +329,7 @@ def step_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    maps: Sequence[NativeMap],
+    maps: Sequence[FeatureMapSpec],
     *,
     key_padding_mask: Tensor | None,
     log_decay: Tensor | None,

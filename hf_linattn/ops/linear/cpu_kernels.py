@@ -163,7 +163,7 @@ def causal_sums(
         state: [B, Hkv, K, Dv], with one more column where `normalise`. log_max: [B, Hkv]. Both contiguous, as is what
             they become; None: nothing was read before.
         reverse: whether to read the tokens from the last to the first.
-        query_weight ... offset: `map_operands` of the two maps, and what else is in a `NativeMap`.
+        query_weight ... offset: `map_operands` of the two maps, and what else is in a `FeatureMapSpec`.
         bidirectional: whether every query sees all keys of its sequence.
         packed: int64 [S, 3], row, start and length of sequences that lie in the rows one after another, counted as
             they are read, in the order of the rows. The state before belongs to the first of each row, that after to

@@ -22,7 +22,7 @@ from .features import FeatureKernels, make_keys
 from .triton_decode import step_attention
 from .triton_features import FeatureMaker, make_features, no_step
 from .triton_launch import causal_sums_backward_triton, causal_sums_triton, cut_for, too_wide
-from .types import FeatureMap, Features, LinearCall, LinearState, native_maps
+from .types import FeatureMap, Features, LinearCall, LinearState, specs_of
 
 
 def unsupported(call: LinearCall) -> str | None:
@@ -45,7 +45,7 @@ def unsupported(call: LinearCall) -> str | None:
 def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
     """Return the output [B, H, N, Dv], and the state after a causal call."""
     if call.is_step:
-        maps = native_maps(call.query_map, call.key_map)
+        maps = specs_of(call.query_map, call.key_map)
         how: Any = {"key_padding_mask": call.key_padding_mask, "log_decay": call.log_decay, "state": call.state}
         attended, after = step_attention(call.grouped_query, call.key, call.value, maps, **how)
         return attended.flatten(1, 2), after
@@ -67,15 +67,15 @@ def run(call: LinearCall) -> tuple[Tensor, LinearState | None]:
 
 def own_maps(query_map: FeatureMap, key_map: FeatureMap) -> list[Any]:
     """Return what makes the features of both maps by Triton, from heads as they are; nothing for unknown ones."""
-    return [FeatureMaker(x) for x in native_maps(query_map, key_map)]
+    return [FeatureMaker(x) for x in specs_of(query_map, key_map)]
 
 
 def _make_keys(key_map: Any, key: Tensor, mask: Tensor | None, scaled: bool = False) -> tuple[Features, bool]:
     """`FeatureKernels.keys`: one kernel makes features and hides those of masked keys, where it knows the map."""
     if not isinstance(key_map, FeatureMaker):
         return make_keys(key_map, key, mask, scaled)
-    made = make_features(key, key_map.native, mask, scaled)
-    return made, key_map.native.activation == "exponential"
+    made = make_features(key, key_map.spec, mask, scaled)
+    return made, key_map.spec.activation == "exponential"
 
 
 class _How(NamedTuple):

@@ -12,7 +12,7 @@ from ..runtime.cpu import dense_rows, flop_formula, operation
 from ..runtime.triton import launch, require_kernels
 from .triton_decode_kernels import step_token
 from .triton_features import OneRow
-from .types import LEAST_WEIGHT, LinearState, NativeMap
+from .types import LEAST_WEIGHT, FeatureMapSpec, LinearState
 
 MOST_VALUES = 32  # columns of values in a program
 # numbers of a state in a program, and its warps, by whether features have weights: these are then read by as few
@@ -30,7 +30,7 @@ def causal_step_triton(
     """Write the state [B, Hkv, F, Dv + 1] after one more key, and what it says to the queries, normalised.
 
     query: [B, Hkv, G, 1, D]. key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. All with contiguous rows. activation ...
-    offset: of the maps of queries and keys, as in a `NativeMap`. log_decay: [B, Hkv, 1]. mask: bool [B, 1], false
+    offset: of the maps of queries and keys, as in a `FeatureMapSpec`. log_decay: [B, Hkv, 1]. mask: bool [B, 1], false
     for a key that is none. sums: [B, Hkv, G, 1, Dv], contiguous, as are the states.
 
     Raises:
@@ -39,7 +39,8 @@ def causal_step_triton(
     require_kernels(query)
     (batch, heads, groups, _, input_size), value_size = query.shape, value.shape[-1]
     weights = (query_weight, query_bias), (key_weight, key_bias)
-    row = OneRow.of([NativeMap(activation, *x, scale, quadratic, offset) for x in weights], heads, groups, input_size)
+    specs = [FeatureMapSpec(activation, *x, scale, quadratic, offset) for x in weights]
+    row = OneRow.of(specs, heads, groups, input_size)
     unused = log_max  # a placeholder for numbers that are not read
     numbers, warps = NUMBERS[key_weight is not None]
     values = min(MOST_VALUES, max(1, numbers // row.tile))
@@ -63,7 +64,7 @@ def _flops(query: Any, value: Any, key_weight: Any, state: Any, **_: Any) -> int
 
 
 def step_attention(
-    query: Tensor, key: Tensor, value: Tensor, maps: Sequence[NativeMap], *, key_padding_mask: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, maps: Sequence[FeatureMapSpec], *, key_padding_mask: Tensor | None,
     log_decay: Tensor | None, state: LinearState | None,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Return the output [B, Hkv, G, 1, Dv] and the next state; `state` stays as it is. Without gradients.

@@ -114,7 +114,8 @@ def write_features(
 
     length: how many tokens there are; those behind them are zero. log_scale: [count], written where SCALED, zero but
     for "exponential". mask: tokens that have no features, and no log scale to speak of, where MASKED. ACTIVATION: as
-    in `NativeMap`. SPLIT: whether the weight has more digits than heads, beside which a number of it counts as two.
+    in `FeatureMapSpec`. SPLIT: whether the weight has more digits than heads, beside which a number of it counts as
+    two.
     """
     sequence, part = find_tile(count, TILES * ROWS)
     batch, head, group = sequence // groups // heads, sequence // groups % heads, sequence % groups

@@ -18,7 +18,7 @@ from ..runtime.cpu import dense_rows
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels, strides
 from .interface import Features
 from .triton_feature_kernels import write_features, write_slopes
-from .types import FeatureMap, NativeMap, for_all_heads, native_maps
+from .types import FeatureMap, FeatureMapSpec, for_all_heads, specs_of
 
 INPUT_BYTES = {True: 256, False: 64}  # of a row of heads at a time, by `is_large`
 WEIGHT_BYTES = {True: 131072, False: 65536}  # of a weight at a time at most, by `is_large`
@@ -33,14 +33,14 @@ ROW_NUMBERS = 4096  # in a tile of a weight that one row is multiplied with
 class FeatureMaker(NamedTuple):
     """A feature map by Triton, see `make_features`."""
 
-    native: NativeMap
+    spec: FeatureMapSpec
 
     def __call__(self, x: Tensor) -> Features:
-        return make_features(x, self.native)
+        return make_features(x, self.spec)
 
 
 def make_features(
-    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False
+    x: Tensor, spec: FeatureMapSpec, mask: Tensor | None = None, scaled: bool = False
 ) -> Features:  # fmt: skip
     """Return the features of x [B, Hkv, N, D] or [B, Hkv, G, N, D] in the dtype of x, log scales in float32.
 
@@ -52,16 +52,16 @@ def make_features(
         OptionError: x is on a CPU, and Triton was not imported to interpret kernels there.
     """
     if not torch.is_grad_enabled():
-        return Features(*read(x, native, mask, scaled))
-    return Features(*_MakeFeatures.apply(x, native.scaled_weight(), native.bias, native, mask, scaled))
+        return Features(*read(x, spec, mask, scaled))
+    return Features(*_MakeFeatures.apply(x, spec.scaled_weight(), spec.bias, spec, mask, scaled))
 
 
 class _MakeFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, native, mask, scaled):
-        features, log_scale = read(x, native, mask, scaled)
+    def forward(ctx, x, weight, bias, spec, mask, scaled):
+        features, log_scale = read(x, spec, mask, scaled)
         ctx.save_for_backward(x, weight, bias, features)
-        ctx.native = native._replace(weight=None, bias=None)
+        ctx.spec = spec._replace(weight=None, bias=None)
         ctx.set_materialize_grads(False)
         return features, log_scale
 
@@ -69,7 +69,7 @@ class _MakeFeatures(torch.autograd.Function):
     @first_order()
     def backward(ctx, gradient, log_gradient):
         x, weight, bias, features = ctx.saved_tensors
-        slopes = read_back(features, gradient, ctx.native.activation)
+        slopes = read_back(features, gradient, ctx.spec.activation)
         of_x, of_weight, of_bias = slopes, None, None
         if weight is not None:
             of_x = slopes @ weight.to(x.dtype).mT
@@ -77,8 +77,8 @@ class _MakeFeatures(torch.autograd.Function):
                 of_weight = wide(x.mT @ slopes).sum_to_size(weight.shape).to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = slopes.sum(-2, dtype=torch.float32).sum_to_size(bias.shape).to(bias.dtype)
-        if log_gradient is not None and ctx.native.quadratic:
-            of_x = of_x.addcmul(x, (2 * ctx.native.quadratic * log_gradient[..., None]).to(x.dtype))
+        if log_gradient is not None and ctx.spec.quadratic:
+            of_x = of_x.addcmul(x, (2 * ctx.spec.quadratic * log_gradient[..., None]).to(x.dtype))
         return of_x, of_weight, of_bias, None, None, None
 
 
@@ -100,7 +100,7 @@ def stored(x: Tensor | None, heads: int, groups: int, dims: int) -> Tensor | Non
 
 def no_step(query_map: FeatureMap, key_map: FeatureMap) -> str | None:
     """Return why a step's kernel does not make the features of both maps."""
-    maps = native_maps(query_map, key_map)
+    maps = specs_of(query_map, key_map)
     if not maps:
         return "a feature map that its kernels do not know"
     query, key = ([x.weight is None, x.bias is None, *x._replace(weight=None, bias=None)] for x in maps)
@@ -120,7 +120,7 @@ class OneRow(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, maps: Sequence[NativeMap], heads: int, groups: int, input_size: int) -> OneRow:
+    def of(cls, maps: Sequence[FeatureMapSpec], heads: int, groups: int, input_size: int) -> OneRow:
         """Of the maps of queries and of keys, which are alike but for their weights."""
         query, key = maps
         of_keys = stored(key.weight, heads, 1, 2), stored(key.bias, heads, 1, 1)
@@ -146,7 +146,7 @@ class OneRow(NamedTuple):
 
 
 def read(
-    x: Tensor, native: NativeMap, mask: Tensor | None = None, scaled: bool = False, count: int | None = None
+    x: Tensor, spec: FeatureMapSpec, mask: Tensor | None = None, scaled: bool = False, count: int | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return features and log scales, if the map has them or they are `scaled`.
 
@@ -155,15 +155,15 @@ def read(
     require_kernels(x)
     rows = dense_rows(x if x.dim() == 5 else x.unsqueeze(2))
     batch, heads, groups, length, input_size = rows.shape
-    weight, bias = stored(native.weight, heads, groups, 2), stored(native.bias, heads, groups, 1)
+    weight, bias = stored(spec.weight, heads, groups, 2), stored(spec.bias, heads, groups, 1)
     size = input_size if weight is None else weight.shape[-1]
     columns, count = padded(size), length if count is None else count
-    features = x.new_empty(*x.shape[:-2], count, native.width(input_size))
-    scaled = scaled or native.activation == "exponential"
+    features = x.new_empty(*x.shape[:-2], count, spec.width(input_size))
+    scaled = scaled or spec.activation == "exponential"
     mask = mask if mask is None or mask.dtype == torch.bool else mask.bool()
     log_scale = x.new_empty(features.shape[:-1], dtype=torch.float32) if scaled else None
     split = weight is not None and torch.finfo(weight.dtype).eps < torch.finfo(x.dtype).eps
-    paired = native.activation == "softmax_pair"
+    paired = spec.activation == "softmax_pair"
     tile = min(padded(count), row_tile(columns, PAIR_NUMBERS if paired else NUMBERS))
     tiles = max(1, min(TILES, count // tile))
     inputs = input_tile(input_size, columns, x.itemsize, split, is_large(x.device))
@@ -174,9 +174,9 @@ def read(
         rows, *(features if other is None else other for other in (weight, bias, mask)), features,
         features if log_scale is None else log_scale, *rows.stride()[:4], *((0, 0) if mask is None else mask.stride()),
         *((0,) * 4 if weight is None else weight.stride()), *((0,) * 3 if bias is None else bias.stride()),
-        heads, groups, length, count, 1.0 if native.scale is None else native.scale, native.quadratic, native.offset,
+        heads, groups, length, count, 1.0 if spec.scale is None else spec.scale, spec.quadratic, spec.offset,
         INPUT_SIZE=input_size, SIZE=size, **sizes,
-        ACTIVATION=native.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
+        ACTIVATION=spec.activation, WEIGHED=weight is not None, BIASED=bias is not None, SPLIT=split,
         MASKED=mask is not None, SCALED=scaled, PRECISION=precision(),
     )  # fmt: skip
     return features, log_scale

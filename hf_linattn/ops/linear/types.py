@@ -28,7 +28,7 @@ class Features(NamedTuple):
 FeatureMap = Callable[[Tensor], Features]
 
 
-class NativeMap(NamedTuple):
+class FeatureMapSpec(NamedTuple):
     """A feature map as kernels know it: an activation of z = scale x weight + bias, of z = x without weight.
 
     activation: `elu` (elu(z) + 1), `relu`, `exponential` (e^z, its log scale more by quadratic |x|^2 + offset) or
@@ -52,23 +52,23 @@ class NativeMap(NamedTuple):
         return self.weight if self.weight is None or self.scale is None else self.weight.float() * self.scale
 
 
-def native_map(feature_map: Any) -> NativeMap | None:
+def spec_of(feature_map: Any) -> FeatureMapSpec | None:
     """Return a map as kernels know it, with the weights that it has now; None where they do not know it."""
-    native: NativeMap | None = getattr(feature_map, "native", None)
-    if native is None or not feature_map.native_weights:
-        return native
-    weight, bias, *_ = *(attrgetter(place)(feature_map) for place in feature_map.native_weights), None, None
-    return native._replace(weight=weight, bias=bias)
+    spec: FeatureMapSpec | None = getattr(feature_map, "spec", None)
+    if spec is None or not feature_map.spec_weights:
+        return spec
+    weight, bias, *_ = *(attrgetter(place)(feature_map) for place in feature_map.spec_weights), None, None
+    return spec._replace(weight=weight, bias=bias)
 
 
-def native_maps(query_map: Any, key_map: Any) -> list[NativeMap]:
+def specs_of(query_map: Any, key_map: Any) -> list[FeatureMapSpec]:
     """Return the two maps as kernels know them, nothing where they do not know them.
 
     Raises:
         UnsupportedModelError: they have no weights, which an operation would not notice.
     """
     both = (query_map,) if query_map is key_map else (query_map, key_map)
-    maps: list[Any] = [native_map(x) for x in both]
+    maps: list[Any] = [spec_of(x) for x in both]
     if not all(maps):
         return []
     if any(x.is_meta for own in maps for x in (own.weight, own.bias) if x is not None):
@@ -108,7 +108,7 @@ class LinearState(NamedTuple):
         return cls(kv, kv.new_full(shape[:2], LOWEST / 2 if scaled else 0.0))
 
     @classmethod
-    def before_map(cls, key_map: NativeMap, key: Tensor, value: Tensor, log_decay: Tensor | None) -> LinearState:
+    def before_map(cls, key_map: FeatureMapSpec, key: Tensor, value: Tensor, log_decay: Tensor | None) -> LinearState:
         """The state before the first of keys [B, Hkv, N, D], whose features a map is to make."""
         scaled = key_map.activation == "exponential" or log_decay is not None
         return cls.before(key_map.width(key.shape[-1]), value, scaled)

@@ -273,7 +273,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_linattn.ops.hybrid.fused import HybridState
 from hf_linattn.ops.hybrid import triton_decode as hybrid_step
-from hf_linattn.ops.linear.types import NativeMap
+from hf_linattn.ops.linear.types import FeatureMapSpec
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
 memory, CAPABILITIES = [], (80, 90)
@@ -301,8 +301,9 @@ if sys.argv[1] == "once":
 for kind, size, window, full in WAYS:
     def make(*groups):
         if full:
-            return NativeMap("exponential", torch.empty(2, *groups, size, size), torch.empty(2, *groups, size), 1.0)
-        return NativeMap("softmax_pair", torch.empty(2, *groups, size, size // 2, dtype=kind))
+            weight = torch.empty(2, *groups, size, size)
+            return FeatureMapSpec("exponential", weight, weight.new_empty(2, *groups, size), 1.0)
+        return FeatureMapSpec("softmax_pair", torch.empty(2, *groups, size, size // 2, dtype=kind))
     heads = [torch.empty(1, h, 1, size, dtype=kind) for h in (4, 2, 2)]
     rows = [torch.empty(1, 2, count, size) for count in (window - 1, window - 1, 4, 4)]
     state = HybridState(*rows, torch.empty(1, 2, size, size + 1), torch.empty(1, 2), torch.zeros(1, dtype=torch.long))

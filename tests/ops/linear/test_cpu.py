@@ -110,7 +110,7 @@ def test_feature_maps(variant, name, options, decay, masked):
         results.append([*outputs, total, both_ways(*heads, mask)[0]])
     # calls, each after it was seen to be there; what decays is read from both ends
     assert len(variant) == 2 * (len(parts) + 1) + (decay is not None)
-    assert causal.maps[0].native is not None
+    assert causal.maps[0].spec is not None
     for want, got in zip(*results, strict=True):
         assert_close(got.double(), want, 2e-5 * max(1.0, float(want.abs().max())))
 
@@ -275,7 +275,7 @@ def test_given_features_whose_weights_decay_both_ways(variant, feature_map, layo
 def test_every_map_is_tested():
     tested = {type(make_mechanism(name, options).maps[0]) for name, options in MAPS}
     known = {kind for kind in map(FEATURE_MAPS.get, FEATURE_MAPS.names())}
-    assert {kind for kind in known if kind.native is not FeatureMap.native} == tested
+    assert {kind for kind in known if kind.spec is not FeatureMap.spec} == tested
 
 
 @pytest.mark.parametrize("name", ["linear", "performer"])

@@ -273,7 +273,7 @@ from hf_linattn.ops.linear import triton_decode as steps
 from hf_linattn.ops.linear import triton_decode_kernels as step_kernels
 from hf_linattn.ops.linear import triton_scale_kernels as scale_kernels
 from hf_linattn.ops.linear import triton_scales as scales
-from hf_linattn.ops.linear.types import NativeMap
+from hf_linattn.ops.linear.types import FeatureMapSpec
 
 NUMBERS = ("batch", "head", "group", "token", "row", "column", "heads", "groups", "shared_by", "length", "chunks",
            "segments", "repeats", "count")
@@ -313,8 +313,8 @@ def cases(precision, capability):
                 "MASKED": True, "SCALED": True, **how}
     numbers, warps = steps.NUMBERS[True]
     def step(activation):
-        native = NativeMap(activation, torch.empty(4, 128, 256), torch.empty(4, 256), 1.0)
-        row = features.OneRow.of([native, native], 4, 1, 128)
+        spec = FeatureMapSpec(activation, torch.empty(4, 128, 256), torch.empty(4, 256), 1.0)
+        row = features.OneRow.of([spec, spec], 4, 1, 128)
         values = min(steps.MOST_VALUES, numbers // row.tile)
         own = {"NUM_FEATURES": row.width, "VALUE_SIZE": 128, "VALUES": values, "DECAYED": True, "MASKED": True}
         return {**row.sizes, **own}

@@ -14,12 +14,12 @@ from hf_linattn.mechanisms.linear import LinearMechanism
 from hf_linattn.ops.linear import triton as linear_triton
 from hf_linattn.ops.linear import triton_decode as causal_step
 from hf_linattn.ops.linear import triton_features as features
-from hf_linattn.ops.linear.types import LinearState, NativeMap
+from hf_linattn.ops.linear.types import FeatureMapSpec, LinearState
 from tests.ops.triton_cases import ON_TRITON, make_mechanism
 
 MADE = [  # features that Triton makes
     name for name in ON_TRITON
-    if issubclass(MECHANISMS.get(name), LinearMechanism) and make_mechanism(name).maps[0].native
+    if issubclass(MECHANISMS.get(name), LinearMechanism) and make_mechanism(name).maps[0].spec
 ]  # fmt: skip
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3}
 
@@ -88,7 +88,7 @@ def test_values_decays_and_masks_lie_as_they_come(monkeypatch, activation, decay
     query, key = draw(2, 1, 3, 2, 20)[..., :17].movedim(1, 3), draw(2, 1, 3, 18)[..., 1:].transpose(1, 2)
     value = draw(2, 1, 3, 10)[..., 4:9].transpose(1, 2)
     weights = draw(3, 2, 11, 17).mT / 4, draw(3, 11, 17).mT / 4
-    maps = [NativeMap(activation, x, x[..., 0, :] / 2, 0.7, -0.3, 0.2) for x in weights]
+    maps = [FeatureMapSpec(activation, x, x[..., 0, :] / 2, 0.7, -0.3, 0.2) for x in weights]
     if activation == "softmax_pair":
         maps = [x._replace(bias=None) for x in maps]
     scaled, width = activation == "exponential", maps[0].width(17)
@@ -101,7 +101,7 @@ def test_values_decays_and_masks_lie_as_they_come(monkeypatch, activation, decay
     output, after = causal_step.step_attention(
         query, key, value, maps, key_padding_mask=mask, log_decay=log_decay, state=state
     )
-    asked, own = (exact_features(x, native) for x, native in zip((query, key), maps, strict=True))
+    asked, own = (exact_features(x, spec) for x, spec in zip((query, key), maps, strict=True))
     values = torch.cat([value, torch.ones(2, 3, 1, 1)], dim=-1).double()
     passed = torch.zeros(2, 3, 1) if log_decay is None else log_decay.double()
     total = state.kv.double() * (state.log_max[..., None] + passed).double().exp()[..., None]
@@ -112,13 +112,13 @@ def test_values_decays_and_masks_lie_as_they_come(monkeypatch, activation, decay
     torch.testing.assert_close(got, total, rtol=1e-5, atol=1e-5)
 
 
-def exact_features(x: torch.Tensor, native: NativeMap) -> torch.Tensor:
+def exact_features(x: torch.Tensor, spec: FeatureMapSpec) -> torch.Tensor:
     """The features of x [B, *heads, 1, D] by their formula, in float64, with log scales multiplied in."""
     x = x.double()
-    z = 0.7 * x @ native.weight.double() + (0.0 if native.bias is None else native.bias.double()[..., None, :])
-    if native.activation == "softmax_pair":
+    z = 0.7 * x @ spec.weight.double() + (0.0 if spec.bias is None else spec.bias.double()[..., None, :])
+    if spec.activation == "softmax_pair":
         return torch.cat([z.softmax(-1), (-z).softmax(-1)], dim=-1)
-    if native.activation == "elu":
+    if spec.activation == "elu":
         return F.elu(z) + 1
     return (z - 0.3 * x.square().sum(-1, keepdim=True) + 0.2).exp()
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_linattn.feature_maps import FEATURE_MAPS
 from hf_linattn.ops.linear import triton_features as features
 from hf_linattn.ops.linear.triton_features import make_features
-from hf_linattn.ops.linear.types import NativeMap, masked, native_map
+from hf_linattn.ops.linear.types import FeatureMapSpec, masked, spec_of
 
 BATCH, KV_HEADS, GROUPS, LENGTH, HEAD_DIM = 2, 2, 2, 37, 20
 
@@ -24,7 +24,7 @@ def make_map(name: str, heads: tuple[int, ...]) -> torch.nn.Module:
     return feature_map
 
 
-KNOWN = [name for name in FEATURE_MAPS.names() if native_map(make_map(name, ()))]
+KNOWN = [name for name in FEATURE_MAPS.names() if spec_of(make_map(name, ()))]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no bfloat16
 
 
@@ -48,7 +48,7 @@ def test_features_and_gradients(name, shape, kind):
     results = []
     for feature_map, dtype in ((exact, torch.float64), (own, kind)):
         x = given.detach().to(dtype).requires_grad_()
-        made = feature_map(x) if dtype == torch.float64 else make_features(x, native_map(feature_map))
+        made = feature_map(x) if dtype == torch.float64 else make_features(x, spec_of(feature_map))
         assert made.values.dtype == dtype
         loss = (made.values * torch.arange(made.values.numel()).sin().view_as(made.values)).sum()
         if made.log_scale is not None:
@@ -77,24 +77,24 @@ def stored(*shape: int, kind: torch.dtype, seed: int) -> torch.Tensor:
 def test_weights_are_read_as_they_are_stored(monkeypatch, own, shape, kind):
     """In a dtype and an order of their own, with all digits, as log scales show; of inputs in one part or several."""
     weight, bias = stored(*shape, HEAD_DIM, 22, kind=own, seed=0), stored(*shape, 22, kind=own, seed=1)
-    native = NativeMap("exponential", weight, bias, scale=0.6, quadratic=-0.3, offset=0.7)
+    spec = FeatureMapSpec("exponential", weight, bias, scale=0.6, quadratic=-0.3, offset=0.7)
     x = torch.randn(BATCH, *shape, LENGTH, HEAD_DIM, generator=torch.Generator().manual_seed(2)).to(kind)
     z = 0.6 * torch.einsum("b...nd,...dm->b...nm", x.double(), weight.double()) + bias.double()[..., None, :]
     top = z.amax(-1)
     want, log_scale = (z - top[..., None]).exp(), top - 0.3 * x.double().square().sum(-1) + 0.7
     for size in (32, 128):
         monkeypatch.setattr(features, "INPUT_BYTES", {False: size})
-        made = make_features(x, native)
+        made = make_features(x, spec)
         assert made.values.dtype == kind
         assert (made.values.double() - want).norm() < TOLERANCES[kind] * want.norm()
         torch.testing.assert_close(made.log_scale.double(), log_scale, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).native.activation == "exponential"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if make_map(name, ()).spec.activation == "exponential"])
 def test_exponents_neither_overflow_nor_vanish(name):
     """Heads a hundred times as large: the largest feature of a token is one, the rest is in the log scale."""
     feature_map, x = make_map(name, ()), 100 * torch.randn(1, 2, 19, HEAD_DIM)
-    made, want = make_features(x, native_map(feature_map)), feature_map.double()(x.double())
+    made, want = make_features(x, spec_of(feature_map)), feature_map.double()(x.double())
     assert torch.equal(made.values.amax(-1), torch.ones(1, 2, 19))
     torch.testing.assert_close(made.log_scale.double(), want.log_scale, rtol=1e-5, atol=1e-3)
 
@@ -103,20 +103,20 @@ def test_exponents_neither_overflow_nor_vanish(name):
 @torch.no_grad()
 def test_masked_keys_are_hidden_as_their_features_are_made(name):
     """With log scales where these are asked for, too."""
-    native, x = native_map(make_map(name, ())), torch.randn(2, 2, 19, HEAD_DIM)
+    spec, x = spec_of(make_map(name, ())), torch.randn(2, 2, 19, HEAD_DIM)
     mask = torch.rand(2, 19, generator=torch.Generator().manual_seed(3)) > 0.5
     for scaled in (False, True):
-        want = masked(make_features(x, native), mask, scaled)
-        for got, known in zip(make_features(x, native, mask, scaled), want, strict=True):
+        want = masked(make_features(x, spec), mask, scaled)
+        for got, known in zip(make_features(x, spec, mask, scaled), want, strict=True):
             assert (got is None and known is None) or torch.equal(got, known)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 @torch.no_grad()
 def test_zeros_may_stand_behind_the_last_token(name):
-    native, x = native_map(make_map(name, ())), torch.randn(2, 2, 5, 19, HEAD_DIM)[:, :, :, :-3]
-    want = make_features(F.pad(x, (0, 0, 0, 1)), native)
-    for got, known in zip(features.read(x, native, count=17), want, strict=True):
+    spec, x = spec_of(make_map(name, ())), torch.randn(2, 2, 5, 19, HEAD_DIM)[:, :, :, :-3]
+    want = make_features(F.pad(x, (0, 0, 0, 1)), spec)
+    for got, known in zip(features.read(x, spec, count=17), want, strict=True):
         assert (got is None and known is None) or torch.equal(got, known)
 
 
@@ -125,7 +125,7 @@ def test_an_infinite_loss_elsewhere_stays_there(name):
     """A token without a gradient gets none, whatever the others' are."""
     feature_map = make_map(name, ())
     x = torch.randn(1, 2, 21, HEAD_DIM, requires_grad=True)
-    made = make_features(x, native_map(feature_map)).values
+    made = make_features(x, spec_of(feature_map)).values
     (gradient,) = torch.autograd.grad(made[:, :, 3].square().sum() * 1e30, x)
     assert gradient[:, :, 3].any() and not gradient[:, :, 4:].any() and not gradient[:, :, :3].any()
 
@@ -135,9 +135,9 @@ def test_what_is_no_number_shows_where_the_map_itself_shows_it(name):
     """And in its gradient, where the slope depends on it; that of relu, as PyTorch's, hands on what it is given."""
     feature_map, x = make_map(name, ()), torch.randn(1, 2, 19, HEAD_DIM)
     x[:, :, 3, 1] = torch.nan
-    native, x = native_map(feature_map), x.requires_grad_()
-    made = make_features(x, native).values
+    spec, x = spec_of(feature_map), x.requires_grad_()
+    made = make_features(x, spec).values
     assert torch.equal(made.isnan(), feature_map(x).values.isnan())
-    given = torch.where(made.isnan(), torch.nan if native.activation == "relu" else 1.0, 1.0)
+    given = torch.where(made.isnan(), torch.nan if spec.activation == "relu" else 1.0, 1.0)
     (gradient,) = torch.autograd.grad(made, x, given)
     assert gradient[:, :, 3, 1].isnan().all() and not gradient[:, :, :3].isnan().any()
