@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..config import MechanismConfig
 from ..ops import reference
-from ..ops.common.grad_accumulator import Source
+from ..ops.common.grad_accumulator import GradAccumulator
 from .block_sparse import BlockSparseConfig
 from .capabilities import ExactnessLimit
 from .inputs import PLAIN, CallOptions
@@ -88,7 +88,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         blocks = [F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (key, value)]
         total = (blocks[0] * present[..., None]).sum(3)
         means = (total / present.sum(3).clamp(min=1)[..., None]).detach()
-        sources = [Source(x) for x in blocks]
+        sources = [GradAccumulator(x) for x in blocks]
         outputs, first = [], 0
         for part in query.split(size, dim=2):
             position = start[:, None] + torch.arange(first, first + part.shape[2], device=query.device)
@@ -97,7 +97,7 @@ class DynamicSparseMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         return torch.cat(outputs, dim=2)
 
     def _attend_chosen(
-        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[Source], present: Tensor,
+        self, query: Tensor, position: Tensor, means: Tensor, blocks: list[GradAccumulator], present: Tensor,
         call: CallOptions,
     ) -> Tensor:
         """Choose blocks for queries [B, H, T, D] at `position` [B, T], and attend to what is in them."""

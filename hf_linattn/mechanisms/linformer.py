@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..config import require, require_known
 from ..errors import UnsupportedModelError
 from ..ops import reference
-from ..ops.common.grad_accumulator import Source
+from ..ops.common.grad_accumulator import GradAccumulator
 from ..ops.common.precision import accum_dtype, widened
 from ..ops.slots.bidirectional import pooled_block_attention
 from ..ops.slots.interface import MemoryState, bounded_memory_attention, segment_size
@@ -146,7 +146,7 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         dtype = dtype or like.dtype
         return first.to(like.device, dtype), second.to(like.device, dtype)
 
-    def log_weights(self, key: Source) -> tuple[Tensor, Tensor]:
+    def log_weights(self, key: GradAccumulator) -> tuple[Tensor, Tensor]:
         """Return e . k_j and f . k_j [B, Hkv, N]."""
         first, second = products_with_rows(torch.stack(self.projections(key.whole), dim=1), key).unbind(2)
         return first, second

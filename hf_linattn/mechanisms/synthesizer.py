@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..config import require, require_known
 from ..errors import UnsupportedModeError
 from ..ops import reference
-from ..ops.common.grad_accumulator import Source
+from ..ops.common.grad_accumulator import GradAccumulator
 from ..ops.common.numerics import LOWEST
 from ..ops.common.padding import take
 from ..ops.common.sink_logit import softmax_beside
@@ -88,7 +88,7 @@ class RandomScores(SyntheticScores):
         self.table = _gaussian((layer.num_heads, config.max_length, config.max_length), 1.0, generator)
 
     def reader(self, dtype):
-        table = Source(self.table)
+        table = GradAccumulator(self.table)
 
         def read(query: Tensor, position: Tensor, num_keys: int) -> Tensor:
             rows = table.index_select(1, 1, position.flatten()).unflatten(1, position.shape)
@@ -109,7 +109,7 @@ class FactorisedScores(SyntheticScores):
         self.left, self.right = _gaussian(shape, size, generator), _gaussian(shape, size, generator)
 
     def reader(self, dtype):
-        left, right = Source(self.left.to(dtype)), self.right.to(dtype).mT
+        left, right = GradAccumulator(self.left.to(dtype)), self.right.to(dtype).mT
 
         def read(query: Tensor, position: Tensor, num_keys: int) -> Tensor:
             rows = left.index_select(1, 1, position.flatten())
@@ -273,7 +273,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self._check_length(num_keys)
         share, read = self.share(query), self.synthetic.reader(query.dtype)
         position = position.clamp(max=num_keys - 1)  # behind the end of a row
-        keys, values, place = Source(key), Source(value), torch.arange(num_keys, device=key.device)
+        keys, values, place = GradAccumulator(key), GradAccumulator(value), torch.arange(num_keys, device=key.device)
         sink = self.log_sink(query, call.sink)
         sink = None if sink is None else sink[:, None, None]
         step = max(AT_ONCE.get(key.device.type, AT_ONCE_ELSEWHERE) // (batch * heads * num_keys), 1)

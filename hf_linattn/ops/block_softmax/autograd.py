@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import first_order
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows, empty_like, empty_output, zeros_like
 
@@ -77,7 +77,7 @@ def count_reverse_flops(query: Any, value: Any, shared_key: Any, table: Any, blo
 
 def attend_blocks(
     blocks: BlockSoftmax, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Keys], *, block_size: int,
-    scaling: float, causal: bool, before: Before | None = None, sources: Sequence[Source] = (),
+    scaling: float, causal: bool, before: Before | None = None, sources: Sequence[GradAccumulator] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N], at least float32, of operands in any layout.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST, bounded
 from ..common.precision import wide, widened
 from .decode import attend_window_step, count_real, extend, forget, has_full_window
@@ -39,7 +39,7 @@ def _attend_copies(call: BlockSoftmaxCall) -> Tensor:
     heads = bounded(query), bounded(key), value
     padded = [F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous() for x in heads]
     blocks = [x.unflatten(2, (-1, size)) for x in padded]
-    sources = [Source(x) for x in blocks[1:]]
+    sources = [GradAccumulator(x) for x in blocks[1:]]
     outputs = []
     queries = blocks[0].split([len(part.table) for part in parts], dim=2)
     for part, rows, lengths in zip(parts, queries, limits, strict=True):
@@ -48,7 +48,7 @@ def _attend_copies(call: BlockSoftmaxCall) -> Tensor:
 
 
 def _attend_blocks(
-    query: Tensor, sources: list[Source], part: Part, lengths: Tensor | None, call: BlockSoftmaxCall
+    query: Tensor, sources: list[GradAccumulator], part: Part, lengths: Tensor | None, call: BlockSoftmaxCall
 ) -> Tensor:
     """Return the output [B, H, T, C, Dv] of one part, each of its T blocks [B, H, T, C, D] a row of a larger batch."""
     batch, heads, chunks = query.shape[:3]
@@ -62,7 +62,7 @@ def _attend_blocks(
     return output.unflatten(0, (batch, chunks)).transpose(1, 2)
 
 
-def _bring(source: Source, part: Part, num_heads: int) -> Tensor:
+def _bring(source: GradAccumulator, part: Part, num_heads: int) -> Tensor:
     """Return the global tokens of blocks [B, Hkv, M, C, D] and those of each row's blocks: [B T, Hkv or H, K, D]."""
     batch, heads, total, size, width = source.whole.shape
     (chunks, each, number), shared = part.table.shape, part.shared

@@ -19,8 +19,8 @@ from .derivatives import one_at_a_time
 from .tracing import is_watched
 
 
-class Source:
-    """A tensor to take parts from. In a backward pass each part costs its own size, not that of the tensor.
+class GradAccumulator:
+    """A tensor to take parts from, and their gradients added up: each costs its own size, not that of the tensor.
 
     Attributes:
         whole: the tensor, which may be used as it is, too.
@@ -51,7 +51,7 @@ class Source:
 
 
 class _Gradient:
-    """The gradient of a source as far as its parts have added to it; apart from it, which the graph must not hold.
+    """The gradient of a tensor as far as its parts have added to it; apart from it, which the graph must not hold.
 
     What a backward pass that ended in an error left behind is no part of the next one's.
     """
@@ -117,7 +117,7 @@ def rows_at(x: Tensor, place: Tensor, add: Tensor | None = None) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """A part; its gradient is added to that of the source, and none goes on."""
+    """A part; its gradient is added to that of the whole, and none goes on."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, gradient: _Gradient, how: Any, place: tuple[Any, ...]) -> Tensor:
@@ -127,8 +127,8 @@ class _Part(torch.autograd.Function):
     @staticmethod
     @one_at_a_time
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        source, how, place = ctx.to
-        source.add(gradient, how, place)
+        accumulated, how, place = ctx.to
+        accumulated.add(gradient, how, place)
         return None, None, None, None
 
 

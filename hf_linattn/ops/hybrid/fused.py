@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_softmax.autograd import Before, BlockSoftmax, Keys, attend_blocks
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST, fast_exp
 from ..common.precision import accum_dtype, wide, widened
 from ..common.sink_logit import attenuate
@@ -73,7 +73,7 @@ def causal_attention(
         query: [B, H, N, D]. key: [B, Hkv, N, D]. value: [B, Hkv, N, Dv].
     """
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
-    start, sources = window + sinks, [Source(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
+    start, sources = window + sinks, [GradAccumulator(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value)]
     rows = sources[0].narrow(3, start, length - start)
     far, far_log, state = _far(parts, (rows, *(x.narrow(2, sinks, length - start) for x in sources[1:])), weights)
     leaving = (x.narrow(2, length - window, 1) for x in sources[1:])  # from the window of the token that will come
@@ -93,7 +93,7 @@ def bidirectional_attention(
     """Return the bidirectional output [B, H, N, Dv]; lengths: [B], real tokens at the start of each row."""
     length, window, sinks = query.shape[2], weights.window_size, weights.num_sinks
     heads = query.unflatten(1, (key.shape[1], -1)), key, value
-    sources = [Source(x) for x in heads]
+    sources = [GradAccumulator(x) for x in heads]
     first, last = (window + sinks, sinks, sinks), (0, window, window)  # of the queries, and of their far keys
     before = [x.narrow(-2, at, length - window - sinks) for x, at in zip(sources, first, strict=True)]
     after = [x.narrow(-2, at, length - window) for x, at in zip(sources, last, strict=True)]
@@ -169,7 +169,7 @@ def remember(key: Tensor, value: Tensor, weights: HybridWeights, far_sums: Linea
 
 
 def _near(
-    parts: Parts, sources: list[Source], weights: HybridWeights, before: Before | None, causal: bool,
+    parts: Parts, sources: list[GradAccumulator], weights: HybridWeights, before: Before | None, causal: bool,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the attention to what queries begin with, the window and the sinks, and its log."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_softmax.autograd import BlockSoftmax, Keys, attend_blocks
-from ..common.grad_accumulator import Source, rows_at
+from ..common.grad_accumulator import GradAccumulator, rows_at
 from ..common.made_again import made_again
 from ..common.precision import widened
 from ..common.tracing import is_known
@@ -49,8 +49,8 @@ from .types import HardKeyState, HybridCall, HybridWeights
 class Pool(NamedTuple):
     """All keys [B, Hkv, L, D] and values [B, Hkv, L, Dv] that a call may find."""
 
-    key: Source
-    value: Source
+    key: GradAccumulator
+    value: GradAccumulator
 
     def take(self, place: Tensor) -> tuple[Tensor, Tensor]:
         """Return those at the places of each head [B, Hkv, K]."""
@@ -133,7 +133,7 @@ class _Aligned(NamedTuple):
     leaves a window leaves that of all rows.
     """
 
-    query: Source
+    query: GradAccumulator
     pool: Pool
     old: int
     begin: Tensor
@@ -320,8 +320,8 @@ def _align(job: _Job, state: HardKeyState) -> _Aligned:
     rings = cast("tuple[Tensor, Tensor]", (rows.ring_key, rows.ring_value))
     whole = (torch.cat([x, y.whole], dim=2) for x, y in zip(rings, (rows.key, rows.value), strict=True))
     hard = widened(state.hard_key, state.hard_value)
-    pool = Pool(*(Source(torch.cat([x, by_place(y, -old)], dim=2)) for x, y in zip(hard, whole, strict=True)))
-    query = Source(by_place(F.pad(rows.query.whole, (0, 0, kept, 0)), 0))
+    pool = Pool(*(GradAccumulator(torch.cat([x, by_place(y, -old)], dim=2)) for x, y in zip(hard, whole, strict=True)))
+    query = GradAccumulator(by_place(F.pad(rows.query.whole, (0, 0, kept, 0)), 0))
     last, blocks = (offset + rows.end - 1) // CHUNK_SIZE, 1 + -(-length // CHUNK_SIZE)
     old, back = old + job.weights.num_hard_keys, job.weights.blocks_back
     return _Aligned(query, pool, old, begin, offset, last, blocks, back, False)
@@ -383,7 +383,7 @@ def _step(job: _Job, state: HardKeyState) -> tuple[Tensor, Memory, HardKeys]:
     # elsewhere than on a CPU a number that is looked at is waited for, and no graph can be captured
     if due.device.type != "cpu" or not is_known(due) or bool(due.any()):
         oldest = (x[:, :, :CHUNK_SIZE] for x in ring)
-        pool = Pool(*(Source(torch.cat(pair, dim=2)) for pair in zip(hard[:2], oldest, strict=True)))
+        pool = Pool(*(GradAccumulator(torch.cat(pair, dim=2)) for pair in zip(hard[:2], oldest, strict=True)))
         store, lost = _sort_ring(job, state, begin, due)
         memory = _enter_again(job, pool, [lost], memory)[0] if job.again else store.memory
         hard = _hard_keys(pool, store.hard)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LN_2, LOWEST, fast_exp
 from ..common.precision import wide, widened
 from .types import HardKeyState, HybridState, HybridWeights
@@ -29,9 +29,9 @@ class Sums(NamedTuple):
 class Rows(NamedTuple):
     """What a call reads. Positions count from the start of the sequence, places from the first token of the call."""
 
-    query: Source  # [B, Hkv, G, N, D]
-    key: Source  # [B, Hkv, N, D]
-    value: Source  # [B, Hkv, N, Dv]
+    query: GradAccumulator  # [B, Hkv, G, N, D]
+    key: GradAccumulator  # [B, Hkv, N, D]
+    value: GradAccumulator  # [B, Hkv, N, Dv]
     ring_key: Tensor | None  # what is left of place 0, zero if None
     ring_value: Tensor | None
     sink_key: Tensor
@@ -57,7 +57,7 @@ def make_rows(query, key, value, weights: HybridWeights, lengths, state: HybridS
     ring_key, ring_value, sink_key, sink_value = (None,) * 4 if state is None else widened(*state[:4])
     sink_key, sink_value = fill(key, sink_key), fill(value, sink_value)
     return Rows(
-        Source(query.unflatten(1, (kv_heads, -1))), Source(key), Source(value),
+        GradAccumulator(query.unflatten(1, (kv_heads, -1))), GradAccumulator(key), GradAccumulator(value),
         ring_key, ring_value, sink_key, sink_value, start, end, padded=lengths is not None,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def remember(rows: Rows, weights: HybridWeights, linear: Any, dtype: torch.dtype
     """Return the state after the last real token of each row, whose tokens came in `dtype`."""
     reach, length = weights.kept, rows.key.whole.shape[2]
 
-    def newest(new: Source, ring: Tensor | None) -> Tensor:
+    def newest(new: GradAccumulator, ring: Tensor | None) -> Tensor:
         if not rows.padded:
             return places(new, length - reach, length, 2, ring).to(dtype, copy=True)  # no view of a long prefill
         known = places(new, -reach, length, 2, ring)
@@ -133,7 +133,7 @@ def join(parts: list[Sums], hybrid: HybridWeights) -> Tensor:
     return joint
 
 
-def places(x: Source, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
+def places(x: GradAccumulator, start: int, stop: int, dim: int, left: Tensor | None = None) -> Tensor:
     """Return x from place `start` to `stop` along `dim`; before 0 stands the end of `left`, elsewhere zeros."""
     shape = x.whole.shape
     length = shape[dim]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST, dense
 from ..common.precision import widened
 from ..linear.torch import Chunks, chunk_sums, chunks_at_once, with_ones
@@ -60,13 +60,15 @@ def _two_way_attention(call: HybridCall) -> Tensor:
     length = key.shape[2]
     rows = make_rows(query, key, value, weights, call.lengths, None)
     turned = rows._replace(
-        query=Source(rows.query.whole.flip(3)), key=Source(key.flip(2)), value=Source(value.flip(2))
+        query=GradAccumulator(rows.query.whole.flip(3)),
+        key=GradAccumulator(key.flip(2)),
+        value=GradAccumulator(value.flip(2)),
     )
     parts = [
         in_order(torch.cat([far.total, far.weight[..., None], far.log[..., None]], dim=-1))
         for _, far, _ in _far(turned, weights, None, chunk_size, backwards=True)
     ]
-    after = Source(torch.cat(parts, dim=3)[:, :, :, :length].flip(3))
+    after = GradAccumulator(torch.cat(parts, dim=3)[:, :, :, :length].flip(3))
     reach, size = min(weights.reach, length - 1), min(chunk_size, length)
     band = _band(key, weights.num_sinks, size, 2 * reach)
     outputs = []
@@ -92,7 +94,7 @@ def _near(
     size, left, right = band.shape[0], *sides
     last = first + chunks * size
 
-    def seen(x: Source, sinks: Tensor, ring: Tensor | None) -> Tensor:
+    def seen(x: GradAccumulator, sinks: Tensor, ring: Tensor | None) -> Tensor:
         """Sinks and window of each chunk: [B, Hkv, T, S + left + C + right, D]."""
         window = places(x, first - left, last + right, 2, ring).unfold(2, size + left + right, size)
         return torch.cat([sinks[:, :, None].expand(-1, -1, chunks, -1, -1), window.transpose(-1, -2)], dim=3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST
 from ..common.sink_logit import softmax_beside
 from .segment_pool import Summary, open_segments, pool, segment_size
@@ -38,7 +38,7 @@ def pooled_block_attention(
     Arguments are those of `bounded_memory_attention`.
     """
     batch, heads, length, _ = query.shape
-    tokens = Summary(key, value, *writer(Source(key)))
+    tokens = Summary(key, value, *writer(GradAccumulator(key)))
     sizes = [length] * batch if lengths is None else lengths.tolist()
     if min(sizes) == length:
         return _whole_rows(query, tokens, None, segment_size(length, num_slots), block_size, scaling, sink)

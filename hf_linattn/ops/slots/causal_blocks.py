@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..block_softmax.autograd import BlockSoftmax, Keys, attend_blocks, continue_blocks
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST
 from ..common.precision import accum_dtype, wide
 from ..common.sink_logit import attenuate
@@ -62,9 +62,9 @@ def open_in_training(call: SlotsCall) -> str | None:
 
 def attend(blocks: BlockSoftmax, call: SlotsCall, compiled: bool) -> tuple[Tensor, MemoryState | None]:
     """Return the output [B, H, N, Dv] of rows that begin, and their state; `compiled` as for `whole_rows`."""
-    of_key, of_value = Source(call.key), Source(call.value)
-    of_wide = of_key if of_key.whole.dtype == accum_dtype(call.key) else Source(wide(of_key.whole))
-    sources = [of_key, of_value, *(Source(x) for x in call.writer(of_wide))]
+    of_key, of_value = GradAccumulator(call.key), GradAccumulator(call.value)
+    of_wide = of_key if of_key.whole.dtype == accum_dtype(call.key) else GradAccumulator(wide(of_key.whole))
+    sources = [of_key, of_value, *(GradAccumulator(x) for x in call.writer(of_wide))]
     tokens = Summary(*(source.whole for source in sources))
     how = call.num_slots, call.block_size, call.scaling, call.sink
     output, pooled = whole_rows(blocks, call.query, tokens, sources, *how, compiled=compiled)
@@ -78,16 +78,16 @@ def read_on(blocks: BlockSoftmax, call: SlotsCall, state: MemoryState, compiled:
     read = int(state.length[0])
     end = read + call.query.shape[2]
     begun, row = Begun.of(Summary(*state[:4]), read, end, call.num_slots, call.block_size)
-    kept, tokens = row.key.shape[2], row.joined(Summary(call.key, call.value, *call.writer(Source(call.key))))
-    query, sources = F.pad(call.query, (0, 0, kept, 0)), [Source(x) for x in tokens]
+    kept, tokens = row.key.shape[2], row.joined(Summary(call.key, call.value, *call.writer(GradAccumulator(call.key))))
+    query, sources = F.pad(call.query, (0, 0, kept, 0)), [GradAccumulator(x) for x in tokens]
     how = call.num_slots, call.block_size, call.scaling, call.sink
     output, pooled = whole_rows(blocks, query, tokens, sources, *how, begun, compiled)
     return output[:, :, kept:], state_after(tokens, None, call.num_slots, call.block_size, pooled, begun.start)
 
 
 def whole_rows(
-    operation: BlockSoftmax, query: Tensor, tokens: Summary, sources: list[Source], num_slots: int, block_size: int,
-    scaling: float, sink: Tensor | None, begun: Begun | None = None, compiled: bool = False,
+    operation: BlockSoftmax, query: Tensor, tokens: Summary, sources: list[GradAccumulator], num_slots: int,
+    block_size: int, scaling: float, sink: Tensor | None, begun: Begun | None = None, compiled: bool = False,
 ) -> tuple[Tensor, Pooled]:  # fmt: skip
     """Return the output [B, H, N, Dv] for queries [B, H, N, D], and the slots of the last run.
 
@@ -95,7 +95,7 @@ def whole_rows(
     begun: what stands before the tokens; outputs of blocks before its first mean nothing. compiled: whether the C sums
     up segments.
     """
-    of_query = Source(query.unflatten(1, (tokens.key.shape[1], -1)))
+    of_query = GradAccumulator(query.unflatten(1, (tokens.key.shape[1], -1)))
     query = of_query.whole
     arange = functools.partial(torch.arange, device=query.device)
     begun = begun or Begun(tokens.map(lambda x: x.detach()[:, :, :0]), 1, 0, 0)

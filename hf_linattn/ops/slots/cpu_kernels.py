@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.derivatives import first_order
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..runtime.cpu import Operand, call, dense_rows, flop_formula, operation, require, size_of
 
 OPERANDS = ("row", "mean", "weight", "total", "d_row", "d_mean", "d_weight", "d_total")
@@ -35,7 +35,7 @@ def segment_means(rows: Tensor, weight: Tensor, size: int) -> tuple[Tensor, Tens
 
 
 def segment_means_of_part(
-    rows: Source, weight: Source, size: int, start: int, length: int
+    rows: GradAccumulator, weight: GradAccumulator, size: int, start: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """Return those of `length` rows from `start` on; their gradients are added up where those of all rows are."""
     where = rows.gradient, weight.gradient

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST, bounded
 from ..common.padding import take
 from .segment_pool import Summary, find_runs, open_segments, segment_size
@@ -142,7 +142,7 @@ def _whole_rows(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor
     count = -(-length // size)
     if missing := count * size - length:
         query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    sources = [Source(x) for x in (query, key, value)]
+    sources = [GradAccumulator(x) for x in (query, key, value)]
     query, key, value = (x.whole for x in sources)
     # [B, Hkv, M, G C, D]: the queries of a group stand together in each block, beside their one block of keys
     rows = query.unflatten(1, (key.shape[1], -1)).unflatten(3, (count, size)).transpose(2, 3).flatten(3, 4)

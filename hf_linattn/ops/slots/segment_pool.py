@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.derivatives import one_at_a_time
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST
 from ..common.precision import wide
 from .cpu_kernels import segment_means, segment_means_of_part
@@ -79,7 +79,7 @@ def pool(tokens: Summary, size: int, compiled: bool = False) -> Summary:
     return Summary(*means, *totals)
 
 
-def pool_part(sources: Sequence[Source], start: int, length: int, size: int, compiled: bool) -> Summary:
+def pool_part(sources: Sequence[GradAccumulator], start: int, length: int, size: int, compiled: bool) -> Summary:
     """`pool` of `length` tokens from `start` on, of the sources of a summary."""
     if not compiled or sources[0].whole.dtype != torch.float32:
         return pool(Summary(*(source.narrow(2, start, length) for source in sources)), size, compiled)
@@ -124,7 +124,7 @@ def _combine(left: Summary, right: Summary) -> Summary:
     return Summary(*means, *totals)
 
 
-def products_with_rows(vectors: Tensor, rows: Source) -> Tensor:
+def products_with_rows(vectors: Tensor, rows: GradAccumulator) -> Tensor:
     """Return vectors rows^T [B, H, M, N], of vectors [H or 1, M, D] and a source of rows [B, H, N, D]."""
     if rows.gradient is None:
         return vectors @ rows.whole.mT

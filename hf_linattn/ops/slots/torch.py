@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST, bounded
 from ..common.padding import take
 from ..common.precision import widened
@@ -34,7 +34,7 @@ def run(call: SlotsCall) -> tuple[Tensor, MemoryState | None]:
         return read_on(call, call.state)
     query, key, value = widened(call.query, call.key, call.value)
     query, key = bounded(query), bounded(key)
-    tokens = Summary(key, value, *call.writer(Source(key)))
+    tokens = Summary(key, value, *call.writer(GradAccumulator(key)))
     output = _whole_rows(query, tokens, call.num_slots, call.block_size, call.scaling, call.sink)
     if not call.keep_state:
         return output, None
@@ -169,7 +169,7 @@ def read_on(call: SlotsCall, state: MemoryState) -> tuple[Tensor, MemoryState]:
     for number in range(count):
         span = slice(number * block_size, (number + 1) * block_size)
         done = begun + span.start
-        block = Summary(keys[:, :, span], values[:, :, span], *writer(Source(keys[:, :, span])))
+        block = Summary(keys[:, :, span], values[:, :, span], *writer(GradAccumulator(keys[:, :, span])))
         at = (span.start - opened).clamp(min=0)[:, None] + torch.arange(width, device=device)
         rows = take(query, at.clamp(max=length - 1))
         within = at + opened[:, None] - span.start

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..dispatch import PYTORCH, Policy
 
 
@@ -28,7 +28,7 @@ class MemoryState(NamedTuple):
 
 
 # log weights [B, Hkv, N] with which tokens [B, Hkv, N, D] are written, of their keys and of their values
-Writer = Callable[[Source], tuple[Tensor, Tensor]]
+Writer = Callable[[GradAccumulator], tuple[Tensor, Tensor]]
 
 
 class SlotsCall(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..block_softmax.autograd import Before
 from ..common.derivatives import first_order
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.precision import accum_dtype
 from ..runtime.cpu import dense_rows, empty_like, empty_output
 
@@ -67,7 +67,7 @@ def count_reverse_flops(
 
 def attend_window(
     operation: WindowSoftmax, query: Tensor, key: Tensor, value: Tensor, window: Window, *, scaling: float,
-    before: Before | None = None, sources: Sequence[Source] = (),
+    before: Before | None = None, sources: Sequence[GradAccumulator] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output [B, Hkv, G, N, Dv] and log weights [B, Hkv, G, N], at least float32, of operands in any layout.
 

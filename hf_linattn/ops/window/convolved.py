@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.grad_accumulator import Source
+from ..common.grad_accumulator import GradAccumulator
 from ..common.numerics import LOWEST
 from ..common.padding import take
 from ..common.sink_logit import softmax_beside
@@ -97,7 +97,8 @@ def banded_attention(
     band = _Band(size, left + 1 + right, begin, end)
     missing = count * size - length
     rings = (None, None) if state is None else state[:2]
-    sources = [Source(_line_up(x, y, left, missing + right)) for x, y in zip((key, value), rings, strict=True)]
+    lined_up = (_line_up(x, y, left, missing + right) for x, y in zip((key, value), rings, strict=True))
+    sources = [GradAccumulator(x) for x in lined_up]
     query = F.pad(query * scaling, (0, 0, 0, missing)).unflatten(2, (count, size))
     # heads first, so that each meets its own taps in one product; the queries of a group beside their block of keys
     query = query.unflatten(1, (kv_heads, -1)).permute(1, 0, 3, 2, 4, 5).flatten(3, 4)
@@ -151,7 +152,7 @@ def _spans(
             yield first, min(first + step, stop), masked
 
 
-def _windows(source: Source, band: _Band, first: int, last: int) -> Tensor:
+def _windows(source: GradAccumulator, band: _Band, first: int, last: int) -> Tensor:
     """Return the keys that T blocks of queries see, [Hkv, B, T, K, D]."""
     part = source.narrow(2, first * band.size, (last - first) * band.size + band.width - 1)
     return part.unfold(2, band.columns, band.size).permute(1, 0, 2, 4, 3).contiguous()
@@ -203,11 +204,11 @@ class _Taps:
         self.first = max(0, self.radius - behind)  # u of the first column that any of them takes from
         end = min(self.part + 2 * self.radius, width + self.radius)
         line = F.pad(kernel, (self.part - 1 - self.first, end - 1 - 2 * self.radius))
-        self.matrix = Source(line.unfold(1, end - self.first, 1).flip(1).mT)
+        self.matrix = GradAccumulator(line.unfold(1, end - self.first, 1).flip(1).mT)
 
     def convolve(self, band: Tensor) -> Tensor:
         """Return sum_t w_t band[..., d + t], zero beyond the ends, for band [H, ..., W]."""
-        rows = Source(band.reshape(band.shape[0], -1, self.width))
+        rows = GradAccumulator(band.reshape(band.shape[0], -1, self.width))
         if self.part == self.width:
             return (rows.whole @ self.matrix.whole).view(band.shape)
         columns = []

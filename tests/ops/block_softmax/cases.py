@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hf_linattn.ops.block_softmax.autograd import Before, BlockSoftmax, Keys, attend_blocks
 from hf_linattn.ops.block_softmax.types import KeptKeys
-from hf_linattn.ops.common.grad_accumulator import Source
+from hf_linattn.ops.common.grad_accumulator import GradAccumulator
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.hybrid.types import HybridState
 from tests.helpers import assert_close
@@ -40,7 +40,7 @@ def check_what_was_read_before(
     parts = [Keys(0, table[:2], None), Keys(2, torch.cat([table[2:], table[:-2]], -1), None, 5)]
 
     def in_blocks(query: Tensor, key: Tensor, value: Tensor, *begun: Tensor) -> tuple[Tensor, ...]:
-        sources, (output, log, *gate) = [Source(x) for x in (query, key, value)], begun
+        sources, (output, log, *gate) = [GradAccumulator(x) for x in (query, key, value)], begun
         before, whole = Before(output, log, first, *gate), (source.whole for source in sources)
         attended = attend_blocks(
             blocks, *whole, parts, block_size=block_size, scaling=0.3, causal=True, before=before, sources=sources

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.evaluation.memory import LiveBytes
-from hf_linattn.ops.common.grad_accumulator import Source
+from hf_linattn.ops.common.grad_accumulator import GradAccumulator
 from hf_linattn.ops.slots.segment_pool import products_with_rows
 from hf_linattn.testing.counters import elements_written
 
@@ -19,7 +19,7 @@ def tensor():
     return torch.randn(2, 3, 10, 4, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def parts(source: Source) -> list[torch.Tensor]:
+def parts(source: GradAccumulator) -> list[torch.Tensor]:
     """Overlapping, scattered and repeated parts, and the whole."""
     selected = source.index_select(1, 2, INDEX)
     return [source.narrow(2, 2, 5).sin(), source.narrow(2, 4, 6) ** 2, selected**3, source.whole.cos()]
@@ -31,7 +31,7 @@ def plain_parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("used", [[0], [3], [0, 1], [0, 1, 2], [0, 1, 2, 3], [2, 3]])
 def test_gradients_are_those_of_indexing(tensor, used):
-    got, want = parts(Source(tensor)), plain_parts(tensor)
+    got, want = parts(GradAccumulator(tensor)), plain_parts(tensor)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     gradients = [torch.autograd.grad(sum(x[i].sum() for i in used), tensor)[0] for x in (got, want)]
@@ -44,7 +44,7 @@ def test_rows_of_heads_in_any_layout(tensor, layout):
     dims = [0, *(1 + x for x in layout)]
     x = tensor.detach().permute(dims).contiguous().permute([dims.index(i) for i in range(4)]).requires_grad_()
     place = torch.tensor([3, 9, 3, 0]).expand(2, 3, 4)
-    source = Source(x)
+    source = GradAccumulator(x)
     got = [source.rows(place), *parts(source)]
     want = [x[:, :, place[0, 0]], *plain_parts(x)]
     gradients = [torch.autograd.grad(sum(y.sin().sum() for y in made), x)[0] for made in (got, want)]
@@ -53,7 +53,7 @@ def test_rows_of_heads_in_any_layout(tensor, layout):
 
 
 def test_a_second_backward_pass_starts_anew(tensor):
-    total = sum(x.sum() for x in parts(Source(tensor)))
+    total = sum(x.sum() for x in parts(GradAccumulator(tensor)))
     once, twice = (torch.autograd.grad(total, tensor, retain_graph=True)[0].clone() for _ in range(2))
     assert torch.equal(once, twice)
 
@@ -63,11 +63,11 @@ def test_derivatives_of_gradients_are_those_of_indexing(tensor):
         (gradient,) = torch.autograd.grad(sum(x.sum() for x in outputs), tensor, create_graph=True)
         return torch.autograd.grad(gradient.square().sum(), tensor)[0]
 
-    torch.testing.assert_close(slopes(parts(Source(tensor))), slopes(plain_parts(tensor)))
+    torch.testing.assert_close(slopes(parts(GradAccumulator(tensor))), slopes(plain_parts(tensor)))
 
 
 def test_a_pass_that_ended_in_an_error_leaves_nothing_for_the_next(tensor):
-    source, fails = Source(tensor), [True]
+    source, fails = GradAccumulator(tensor), [True]
 
     def refuse(_: torch.Tensor) -> None:
         if fails:
@@ -85,7 +85,7 @@ def test_a_pass_that_ended_in_an_error_leaves_nothing_for_the_next(tensor):
 
 def test_a_part_costs_its_own_size():
     def written(number: int) -> int:
-        source = Source(torch.zeros(number, 100, requires_grad=True))
+        source = GradAccumulator(torch.zeros(number, 100, requires_grad=True))
         return elements_written(sum(source.narrow(0, i, 1).sum() for i in range(number)).backward)
 
     assert written(64) < 2.1 * written(32)
@@ -94,7 +94,7 @@ def test_a_part_costs_its_own_size():
 def test_the_graph_does_not_keep_itself_alive():
     with LiveBytes() as count:
         x = torch.zeros(1000, requires_grad=True) * 1
-        outputs = parts(Source(x.view(1, 1, 250, 4)))
+        outputs = parts(GradAccumulator(x.view(1, 1, 250, 4)))
         assert count.live >= 8000
         del x, outputs
         assert count.live == 0
@@ -102,7 +102,7 @@ def test_the_graph_does_not_keep_itself_alive():
 
 def test_without_gradients_parts_are_plain(tensor):
     with torch.no_grad():
-        source = Source(tensor)
+        source = GradAccumulator(tensor)
     assert source.whole is tensor
     assert source.narrow(2, 1, 2)._base is tensor
 
@@ -117,7 +117,7 @@ def test_products_with_rows_add_to_the_same_gradient(tensor, turned, shared):
     rows.requires_grad_()
     for beside in (True, False):
         results = []
-        for source, others in ((Source(rows), parts), (rows, plain_parts)):
+        for source, others in ((GradAccumulator(rows), parts), (rows, plain_parts)):
             made = products_with_rows(vectors, source) if others is parts else vectors @ rows.mT
             outputs = [made.sin(), *(others(source) if beside else [])]
             results.append([made, *torch.autograd.grad(sum(x.sum() for x in outputs), [vectors, rows])])

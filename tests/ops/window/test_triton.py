@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_linattn.ops.block_softmax.autograd import Before
-from hf_linattn.ops.common.grad_accumulator import Source
+from hf_linattn.ops.common.grad_accumulator import GradAccumulator
 from hf_linattn.ops.common.numerics import LOWEST
 from hf_linattn.ops.window import triton as window_softmax
 from hf_linattn.ops.window.autograd import Window, attend_window
@@ -87,7 +87,7 @@ def test_outputs_logs_and_all_gradients(window, begun, kind):
     weights = [torch.randn(*operands[0].shape[:-1], x, generator=generator) * real for x in (SIZES[1], 1)]
 
     def by_triton(query, key, value, *before):
-        sources = [Source(x) for x in (query, key, value)]
+        sources = [GradAccumulator(x) for x in (query, key, value)]
         whole, begin = [x.whole for x in sources], Before(*before, begun) if before else None
         return *attend_window(TRITON_WINDOW, *whole, window, scaling=0.4, before=begin, sources=sources), *(
             x.narrow(2, 1, 1) for x in sources
