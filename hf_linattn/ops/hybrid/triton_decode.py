@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..linear.triton_features import OneRow
 from ..linear.types import LEAST_WEIGHT, FeatureMapSpec
-from ..runtime.cpu import dense_rows, operation
+from ..runtime.cpu import dense_rows, flop_formula, operation
 from ..runtime.triton import is_large, launch, padded, require_kernels
 from .triton_kernels import keep_prompt, step_hybrid
 
@@ -67,14 +66,11 @@ def hybrid_step_triton(
     )  # fmt: skip
 
 
-@register_flop_formula(torch.ops.hf_linattn.hybrid_step_triton)
-def _flops(
-    query: Any, key: Any, value: Any, activation: str, query_weight: Any, query_bias: Any, key_weight: Any, *rest: Any,
-    **__: Any,
-) -> int:  # fmt: skip
+@flop_formula(hybrid_step_triton)
+def _flops(query: Any, value: Any, key_weight: Any, ring_key: Any, sink_key: Any, kv: Any, **_: Any) -> int:
     """Making features; scores of near keys and their average; adding a far key to the sums, reading them."""
-    (batch, heads, _, key_size), value_size, (_, kv_heads, num_features, _) = query, value[-1], rest[8]
-    near = heads * (rest[4][2] + 1 + rest[6][2]) * (key_size + value_size)
+    (batch, heads, _, key_size), value_size, (_, kv_heads, num_features, _) = query, value[-1], kv
+    near = heads * (ring_key[2] + 1 + sink_key[2]) * (key_size + value_size)
     made = 0 if key_weight is None else key_size * key_weight[-1]
     return 2 * batch * (near + (heads + kv_heads) * (made + num_features * (value_size + 1)))
 
@@ -124,8 +120,8 @@ def keep_prompt_triton(
     )  # fmt: skip
 
 
-@register_flop_formula(torch.ops.hf_linattn.keep_prompt_triton)
-def _no_flops(*_: Any, **__: Any) -> int:
+@flop_formula(keep_prompt_triton)
+def _no_flops(**_: Any) -> int:
     return 0
 
 

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import OptionError
 from ..common.numerics import LOWEST
-from ..runtime.cpu import operation
+from ..runtime.cpu import flop_formula, operation
 from ..runtime.triton import is_large, launch, padded, precision, require_kernels, strides
 from .triton_kernels import read_states, write_states
 from .triton_scales import Scales
@@ -269,20 +268,16 @@ def causal_sums_backward_triton(
     walk(value, grad, query, d_key, states, cut, **how)
 
 
-def count_flops(query: Any, key: Any, value: Any) -> int:
+@flop_formula(causal_sums_triton)
+def _flops(query: Any, value: Any, **_: Any) -> int:
     """Half of the pairs inside a chunk, twice; reading the state for every query, adding every key to it."""
     (batch, heads, groups, length, key_size), value_size = query, value[-1]
     pairs = groups * (TILES[min(TILES)].rows + 1) * (key_size + value_size)
     return batch * heads * length * (pairs + 2 * (groups + 1) * key_size * value_size)
 
 
-@register_flop_formula(torch.ops.hf_linattn.causal_sums_triton)
-def _flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
-    return count_flops(query, key, value)
-
-
-@register_flop_formula(torch.ops.hf_linattn.causal_sums_backward_triton)
-def _reverse_flops(query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+@flop_formula(causal_sums_backward_triton)
+def _backward_flops(query: Any, value: Any, **_: Any) -> int:
     """Three times the sums, of which two have the states in common."""
     (batch, heads, groups, length, key_size), value_size = query, value[-1]
-    return 3 * count_flops(query, key, value) - 2 * batch * heads * groups * length * key_size * value_size
+    return 3 * _flops(query, value) - 2 * batch * heads * groups * length * key_size * value_size

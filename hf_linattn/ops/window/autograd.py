@@ -48,19 +48,12 @@ def _count_pairs(query: Any, window: int, sinks: int, causal: bool) -> int:
     return batch * heads * groups * length * (min(window if causal else 2 * window - 1, length) + sinks)
 
 
-def count_flops(
-    query: Any, key: Any, value: Any, out: Any, rest: Any, log: Any, before: Any, before_log: Any, begun: int,
-    ends: Any, window: int, sinks: int, scaling: float, causal: bool, **_: Any,
-) -> int:  # fmt: skip
+def count_flops(query: Any, value: Any, window: int, sinks: int, causal: bool, **_: Any) -> int:
     """Scores and their product with the values."""
     return 2 * _count_pairs(query, window, sinks, causal) * (query[-1] + value[-1])
 
 
-def count_reverse_flops(
-    query: Any, key: Any, value: Any, out: Any, rest: Any, log: Any, grad: Any, log_grad: Any, d_query: Any,
-    d_key: Any, d_value: Any, before: Any, before_log: Any, d_before: Any, d_before_log: Any, begun: int, ends: Any,
-    window: int, sinks: int, scaling: float, causal: bool, **_: Any,
-) -> int:  # fmt: skip
+def count_reverse_flops(query: Any, value: Any, window: int, sinks: int, causal: bool, **_: Any) -> int:
     """Scores once more, and one product each for the gradients of weights, queries, keys and values."""
     return 2 * _count_pairs(query, window, sinks, causal) * (3 * query[-1] + 2 * value[-1])
 

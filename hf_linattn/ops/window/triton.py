@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ..common.precision import accum_dtype
-from ..runtime.cpu import dense_rows, empty_output, operation
+from ..runtime.cpu import dense_rows, empty_output, flop_formula, operation
 from ..runtime.triton import head_strides, is_large, launch, merge_groups, padded, precision, require_kernels
 from .autograd import Window, WindowSoftmax, count_flops, count_reverse_flops
 from .triton_kernels import attend_window, reverse_window_keys, reverse_window_queries
@@ -174,5 +173,5 @@ def suits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 TRITON_WINDOW = WindowSoftmax(window_softmax_triton, window_softmax_backward_triton, suits)
-register_flop_formula(torch.ops.hf_linattn.window_softmax_triton)(count_flops)
-register_flop_formula(torch.ops.hf_linattn.window_softmax_backward_triton)(count_reverse_flops)
+flop_formula(window_softmax_triton)(count_flops)
+flop_formula(window_softmax_backward_triton)(count_reverse_flops)

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ..runtime.cpu import dense_rows, operation
+from ..runtime.cpu import dense_rows, flop_formula, operation
 from ..runtime.triton import launch, padded, require_kernels
 from .triton_decode_kernels import keep_window, step_window
 
@@ -76,14 +75,14 @@ def keep_window_triton(
     )  # fmt: skip
 
 
-@register_flop_formula(torch.ops.hf_linattn.window_step_triton)
-def _flops(query: Any, key: Any, value: Any, kept_key: Any, *_: Any, **__: Any) -> int:
+@flop_formula(window_step_triton)
+def _flops(query: Any, value: Any, kept_key: Any, **_: Any) -> int:
     """Scores of kept keys and the new one, and their average."""
     return 2 * query[0] * query[1] * (kept_key[2] + 1) * (query[-1] + value[-1])
 
 
-@register_flop_formula(torch.ops.hf_linattn.keep_window_triton)
-def _no_flops(*_: Any, **__: Any) -> int:
+@flop_formula(keep_window_triton)
+def _no_flops(**_: Any) -> int:
     return 0
 
 
