@@ -170,6 +170,11 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-4) -> N
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+def nearest(codes: Tensor, key: Tensor) -> int:
+    """Return the number of the code [C, D] that lies nearest to a key [D]."""
+    return int((codes - key).norm(dim=-1).argmin())
+
+
 def take_steps(model: nn.Module, count: int) -> list[float]:
     """Train as `Trainer` does, without what it sets up; return the loss before each step."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -13,6 +13,7 @@ from hf_linattn.attention_call import AttentionCall
 from hf_linattn.config import make_config
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case
+from tests.helpers import nearest
 
 SMALL = {"num_codes": 5, "block_size": 8}
 LENGTH = 61
@@ -24,10 +25,6 @@ def fitted(case: Case, **options):
     mechanism = case.make(**options)
     mechanism.codebook.copy_(torch.randn(mechanism.codebook.shape, generator=torch.Generator().manual_seed(7)))
     return mechanism
-
-
-def nearest(codes: torch.Tensor, key: torch.Tensor) -> int:
-    return int((codes - key).norm(dim=-1).argmin())
 
 
 def by_query(mechanism, query, key, value) -> torch.Tensor:

@@ -15,14 +15,10 @@ from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.ops.slots import vq
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.testing.models import positions_of
-from tests.helpers import layer_errors
+from tests.helpers import layer_errors, nearest
 
 SMALL = {"num_codes": 5, "block_size": 8}
 LENGTH = 61
-
-
-def nearest(codes: torch.Tensor, key: torch.Tensor) -> int:
-    return int((codes - key).norm(dim=-1).argmin())
 
 
 # -- k-means ----------------------------------------------------------------------------------------------------------

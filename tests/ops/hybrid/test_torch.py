@@ -13,13 +13,10 @@ from hf_linattn.ops.hybrid import fused
 from hf_linattn.ops.hybrid.interface import HybridWeights, causal_hybrid_attention, hybrid_attention
 from hf_linattn.ops.linear import torch as linear_torch
 from hf_linattn.ops.linear.interface import Features
+from tests.ops.feature_maps import elu_map
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, VALUE_DIM = 2, 4, 2, 45, 3, 5
 SCALING, WINDOW, SINKS = 0.7, 6, 3
-
-
-def elu_map(x: torch.Tensor) -> Features:
-    return Features(F.elu(x) + 1)
 
 
 def exp_map(x: torch.Tensor) -> Features:
