@@ -18,11 +18,6 @@ from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
 
 
-def given_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cache | None:
-    """Return the cache among the arguments of a forward, by name or by position; None if there is none."""
-    return next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-
-
 def keeps_states(mechanism: Mechanism) -> bool:
     """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
     return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)

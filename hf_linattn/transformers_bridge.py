@@ -31,15 +31,7 @@ from .attention_call import (
     scaled,
 )
 from .cache import EncoderStateLayer, StateLayer
-from .cache_layers import (
-    find_layer,
-    given_cache,
-    has_begun,
-    is_static_step,
-    keeps_states,
-    require_fitting,
-    seen_columns,
-)
+from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
 from .errors import PatchError, UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
 from .masks import (
@@ -133,6 +125,11 @@ def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[P
     return {owner: PatchedModel.of(owner, inside) for owner, inside in architecture.owners(model, modules).items()}
 
 
+def _given_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    """Return the cache among the arguments of a forward, by name or by position; None if there is none."""
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+
+
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Hand this layer's cache to the attention function, a state layer in its place if a state is what it keeps."""
     call = begin_call(module)
@@ -140,7 +137,7 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     call.keep_input(mechanism, args, kwargs)
-    if (cache := given_cache(args, kwargs)) is not None:
+    if (cache := _given_cache(args, kwargs)) is not None:
         call.layer, call.read = find_layer(module, mechanism, cache)
 
 
@@ -156,7 +153,7 @@ def model_pre_hook(
     patched: PatchedModel = getattr(model, RECORD)
     positions = patched.positions.given(args, kwargs)
     begin_forward(positions is not None, patched.order)
-    cache = given_cache(args, kwargs)
+    cache = _given_cache(args, kwargs)
     begun = cache is not None and has_begun(cache)
     if not (begun or torch.compiler.is_compiling() or is_replica(model)):
         require_in_place(model)
