@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
@@ -63,6 +64,11 @@ class StateLayer(CacheLayerMixin):
                 )
             adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
             adopted.seq_length, adopted.is_initialized = seen, True
+        elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # as the parts of a cache with states are
+            raise UnsupportedModeError(
+                "past_key_values holds keys of 0 tokens, as a cache does that was made anew from the parts of another,"
+                " which are no decoding states; give the cache that the model returned, or a new one"
+            )
         return adopted
 
     def like(self) -> StateLayer:

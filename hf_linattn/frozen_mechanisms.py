@@ -28,7 +28,8 @@ def warn_of_frozen(model: nn.Module, mechanisms: Iterable[Mechanism]) -> bool:
         return False
     logger.warning(
         "%s: %d parameters of mechanisms are frozen while others are trained, so the new attention stays as it is;"
-        " with PEFT give LoraConfig(..., modules_to_save=['hf_linattn']), else call requires_grad_(True) on them",
+        " with PEFT patch first, and give LoraConfig(..., modules_to_save=['hf_linattn']); else call"
+        " requires_grad_(True) on them",
         type(model).__name__, sum(p.numel() for p in own.values()),
     )  # fmt: skip
     return True

@@ -104,6 +104,9 @@ def _attached(
     if cross_attention is not None or config.cross is not None:
         config, crossing, across = _resolve_cross(root, config, cross_attention)
         attention, mechanisms = attention | crossing, mechanisms | across
+    if any(hasattr(x, "peft_config") for x in (model, root)):  # it saves its adapters alone, and has frozen the rest
+        for built in mechanisms.values():
+            built.requires_grad_(False)
     pinning.own_config(model)
     patch = Patch.of(config, attention, root)
     with ExitStack() as undo:

@@ -53,19 +53,23 @@ def served_positions(table: nn.Embedding) -> tuple[int, int]:
 
 
 def check_length(
-    model: PreTrainedModel, tables: dict[str, tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    tables: dict[str, tuple[int, int]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    cache: Cache | None,
 ) -> None:
     """Name the position table when an input does not fit in it: the look-up would only say 'index out of range'."""
     found = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *filter(_are_tokens, args))
     inputs = next((x for x in found if x is not None), None)
-    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    positions = kwargs.get("position_ids")
     if not isinstance(inputs, Tensor) or not is_known(inputs if positions is None else positions):
         return
     for path, (first, end) in tables.items():
         if positions is not None:
             length = int(positions.max()) + 1 - first
         else:
-            length = inputs.shape[1] + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
+            length = inputs.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
         if length > end - first:
             raise UnsupportedModeError(
                 f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"

@@ -125,6 +125,11 @@ def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[P
     return {owner: PatchedModel.of(owner, inside) for owner, inside in architecture.owners(model, modules).items()}
 
 
+def _given_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    """Return the cache among the arguments of a forward, by name or by position; None if there is none."""
+    return next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+
+
 def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Hand this layer's cache to the attention function, a state layer in its place if a state is what it keeps."""
     call = begin_call(module)
@@ -132,8 +137,7 @@ def attention_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if get_implementation(module.config) != IMPLEMENTATION:
         return
     call.keep_input(mechanism, args, kwargs)
-    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
-    if cache is not None:
+    if (cache := _given_cache(args, kwargs)) is not None:
         call.layer, call.read = find_layer(module, mechanism, cache)
 
 
@@ -149,12 +153,12 @@ def model_pre_hook(
     patched: PatchedModel = getattr(model, RECORD)
     positions = patched.positions.given(args, kwargs)
     begin_forward(positions is not None, patched.order)
-    cache = kwargs.get("past_key_values")
-    begun = isinstance(cache, Cache) and has_begun(cache)
+    cache = _given_cache(args, kwargs)
+    begun = cache is not None and has_begun(cache)
     if not (begun or torch.compiler.is_compiling() or is_replica(model)):
         require_in_place(model)
     if patched.active:
-        _begin(model, patched, args, kwargs, begun)
+        _begin(model, patched, args, kwargs, cache, begun)
     return args, patched.positions.handed_on(kwargs, positions if patched.active else None)
 
 
@@ -177,8 +181,9 @@ def require_in_place(model: PreTrainedModel) -> None:
 
 
 def _begin(
-    model: PreTrainedModel, patched: PatchedModel, args: tuple[Any, ...], kwargs: dict[str, Any], begun: bool
-) -> None:
+    model: PreTrainedModel, patched: PatchedModel, args: tuple[Any, ...], kwargs: dict[str, Any], cache: Cache | None,
+    begun: bool,
+) -> None:  # fmt: skip
     """Refuse what no patched model can answer; then let mechanisms do scheduled changes."""
     if kwargs.get("cache") is not None:  # what continuous batching calls its pages
         refuse_paging()
@@ -189,9 +194,8 @@ def _begin(
             " hf_linattn.original_attention(model) for the original's, or a mechanism's attention_matrix(...)"
         )
     if patched.position_tables:
-        check_length(model, patched.position_tables, args, kwargs)
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache):
+        check_length(model, patched.position_tables, args, kwargs, cache)
+    if cache is not None:
         compiling = torch.compiler.is_compiling()
         if not (compiling and begun):  # the compiled steps of `generate`, whose prompt was checked, are kept short
             modules = patched.attention.values()

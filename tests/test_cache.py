@@ -298,6 +298,29 @@ def test_a_state_of_another_mechanism_is_refused_and_left_as_it_was(plan):
     assert all(torch.equal(now, x) for now, x in zip(tensors_of(cache), before, strict=True))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["linear", {"local": [0], "linear": list(range(1, NUM_LAYERS))}])
+def test_a_cache_made_of_the_parts_of_another_is_refused(plan):
+    """A state is no part of it: the model would go on as if nothing had been read."""
+    model, ids = patch_model(make_model("llama"), plan), make_tokens(2, 9)
+    parts = tuple(read(model, ids).past_key_values)
+    with pytest.raises(UnsupportedModeError, match=r"parts of another.*the cache that .* returned"):
+        read(model, ids[:, :1], past_key_values=DynamicCache(parts))
+
+
+@torch.no_grad()
+def test_a_cache_that_is_given_by_position_is_looked_at_as_one_by_name():
+    model, ids = make_model("gpt2").transformer, make_tokens(2, 9)
+    model = patch_model(model, "linear")
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedModeError, match=rf"position {9 + 64}, but .* holds 64"):
+        model(make_tokens(2, 64), cache)
+    patch_model(unpatch_model(model), "retention")
+    with pytest.raises(UnsupportedModeError, match=r"made by LinearConfig.*RetentionConfig.*new cache"):
+        model(ids[:, :1], cache)
+    assert cache.get_seq_length() == 9
+
+
 def caches(model):
     """Return caches of every kind: with a place for each layer, with places as they are asked for, with fixed room."""
     return DynamicCache(config=model.config), DynamicCache(), StaticCache(config=model.config, max_cache_len=24)

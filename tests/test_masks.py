@@ -143,6 +143,19 @@ def test_what_is_said_of_a_mask_holds_where_a_model_drops_queries(plan, kept):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("plan", ["linear", "softmax"])
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
+def test_packed_rows_stay_apart_where_a_model_drops_queries(plan, kept, by):
+    model, ids = make_sharing("Gemma4"), make_tokens(1, 16)
+    starts = {"position_ids": torch.cat([torch.arange(9), torch.arange(7)])[None]}
+    starts |= {"cu_seq_lens_q": torch.tensor([0, 9, 16], dtype=torch.int32)} if by == "cu_seq_lens_q" else {}
+    patch_model(model, plan)
+    want = model(ids[:, 9:], use_cache=False).logits[:, -kept:]
+    assert_close(model(ids, **starts, use_cache=False, logits_to_keep=kept).logits, want)
+
+
+@torch.no_grad()
 def test_softmax_keeps_a_rule_when_decoding(ruled):
     ruled(RULES["prefix"][0])
     ids, results = make_tokens(2, LENGTH), []

@@ -25,6 +25,7 @@ from hf_linattn.reading import one_line
 from hf_linattn.training.classification import Regression, SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
 from hf_linattn.training.losses.chunks import (
+    cast_once,
     chunk_rows,
     cross_entropy_by_chunks,
     replaced_head,
@@ -313,22 +314,26 @@ class RecoveryTrainer(Trainer):
                 )
                 teacher.kept.keep(given, *listed)
 
-        def loss_of(states: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
-            logits = project(states)
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = teacher.ce_weight * cross_entropy(exact, labels, reduction="sum", label_smoothing=self.smoothing)
-            if not teacher.kl_weight:
-                return loss
-            if listed is not None:
-                return loss + schedule * teacher.kl_weight * teacher.divergence_from(logits, *others)
-            with torch.no_grad():
-                other = project_other(*others)
-            return loss + schedule * teacher.kl_weight * teacher.divergence(logits, other)
-
         def losses(states: Tensor) -> Tensor:
             of_teacher = (example.logits,) if listed is None else listed
             rows, *others = (task.predicting(x)[chosen] for x in (states, *of_teacher))
             parameters = [p for p in head.parameters() if p.requires_grad]
+            own, taught = cast_once(project), cast_once(project_other)  # here, as autocast is that of the forward
+
+            def loss_of(states: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
+                logits = own(states)
+                exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                loss = teacher.ce_weight * cross_entropy(
+                    exact, labels, reduction="sum", label_smoothing=self.smoothing
+                )
+                if not teacher.kl_weight:
+                    return loss
+                if listed is not None:
+                    return loss + schedule * teacher.kl_weight * teacher.divergence_from(logits, *others)
+                with torch.no_grad():
+                    other = taught(*others)
+                return loss + schedule * teacher.kl_weight * teacher.divergence(logits, other)
+
             return sum_by_chunks(loss_of, size, rows, wanted[chosen], *others, parameters=parameters)
 
         with replaced_head(model, losses), shared.replayed() if shared else nullcontext():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GraniteConfig, GraniteForCausalLM
@@ -15,7 +16,7 @@ from hf_linattn import patch_model
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.losses import chunks
-from hf_linattn.training.losses.chunks import replaced_head, separate_head, sum_by_chunks
+from hf_linattn.training.losses.chunks import cast_once, replaced_head, separate_head, sum_by_chunks
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -160,3 +161,39 @@ def test_a_sum_by_chunks_has_the_gradient_of_rows_and_parameters_and_no_other():
         torch.testing.assert_close(got, want)
     with torch.no_grad():
         assert not sum_by_chunks(squared, 2, rows, given.targets).requires_grad
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of tensors of one shape."""
+
+    def __init__(self, shape: torch.Size):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_frozen_projection_is_cast_once_under_autocast(bias: bool):
+    head = nn.Linear(8, 30, bias=bias).requires_grad_(False)
+    states, labels = torch.randn(7, 8, requires_grad=True), torch.arange(7)
+
+    def loss(project):
+        def of_chunk(rows, wanted):
+            return cross_entropy(project(rows).float(), wanted, reduction="sum")
+
+        total = sum_by_chunks(of_chunk, 2, states, labels)
+        return total, torch.autograd.grad(total, states)[0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = loss(head.forward)
+        with Casts(head.weight.shape) as casts:
+            found = loss(cast_once(head.forward))
+    assert casts.count == 1 and all(map(torch.equal, found, expected))
+    assert cast_once(head.forward) == head.forward  # outside autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = nn.Linear(8, 30, bias=bias)
+        assert cast_once(trained.forward) == trained.forward
+        assert cast_once(torch.relu) is torch.relu

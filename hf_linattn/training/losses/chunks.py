@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 
 from hf_linattn.architecture import root_model
@@ -81,6 +81,25 @@ def replaced_head(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Ite
             head.forward = before
 
 
+def cast_once(project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a projection whose weight is cast now, where autocast would cast it again for every chunk.
+
+    Autocast keeps its copies of trained weights alone. Without the cast of a frozen one a chunk takes a third less.
+
+    Args:
+        project: the `forward` of an output projection; what is no plain linear one is returned as it is.
+    """
+    if getattr(project, "__func__", None) is not nn.Linear.forward:
+        return project
+    head: nn.Linear = project.__self__  # type: ignore[attr-defined]  # a bound method
+    kind = head.weight.device.type
+    if head.weight.requires_grad or not torch.is_autocast_enabled(kind):
+        return project
+    dtype = torch.get_autocast_dtype(kind)
+    weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+    return lambda states: linear(states, weight, bias)
+
+
 def cross_entropy_by_chunks(
     model: nn.Module, head: nn.Module, inputs: Mapping[str, Any], smoothing: float = 0.0
 ) -> tuple[Any, Tensor]:
@@ -91,16 +110,18 @@ def cross_entropy_by_chunks(
     Args:
         model: may be wrapped. head: its `separate_head`. inputs: with `labels`. smoothing: of the labels.
     """
-    task, project = task_of(model), head.forward
+    task, forward = task_of(model), head.forward
     wanted = task.predicted(inputs["labels"])
     chosen = wanted != IGNORED_LABEL
 
-    def loss_of(states: Tensor, labels: Tensor) -> Tensor:
-        logits = project(states)
-        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return cross_entropy(exact, labels, reduction="sum", label_smoothing=smoothing)
-
     def losses(states: Tensor) -> Tensor:
+        project = cast_once(forward)  # here, as autocast is that of the model's forward
+
+        def loss_of(states: Tensor, labels: Tensor) -> Tensor:
+            logits = project(states)
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return cross_entropy(exact, labels, reduction="sum", label_smoothing=smoothing)
+
         size = chunk_rows(root_model(model).config.get_text_config().vocab_size)
         parameters = [p for p in head.parameters() if p.requires_grad]
         return sum_by_chunks(loss_of, size, task.predicting(states)[chosen], wanted[chosen], parameters=parameters)
