@@ -109,6 +109,7 @@ def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
             " interface"
         )
     _require_replaceable(model, found)
+    _require_apart(model, found)
     return found
 
 
@@ -121,6 +122,7 @@ def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
             " cross_attention= is for these; leave it out"
         )
     _require_replaceable(model, found)
+    _require_apart(model, found)
     return found
 
 
@@ -158,6 +160,19 @@ def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) ->
                 f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
                 " subquadratic form here; use a model with rotary or absolute positions"
             )
+
+
+def _require_apart(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
+    """Raise `UnsupportedModelError` where a list has one layer in two places: saved and loaded, it would be two."""
+    for path, stack in model.named_modules():
+        first: dict[nn.Module, int] = {}
+        for place, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
+            before = first.setdefault(layer, place)
+            if before != place and not {*layer.modules()}.isdisjoint(found.values()):
+                raise UnsupportedModelError(
+                    f"{type(model).__name__}: {path}.{place} is {path}.{before} once more, one layer in two places,"
+                    f" which no checkpoint says; put copy.deepcopy(model.{path}[{before}]) there before patch_model"
+                )
 
 
 def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:

@@ -12,6 +12,7 @@ from .errors import CheckpointError, HfLinattnError
 
 # OSError: no such folder, no connection, not on the Hub; ValueError: no known model type, no tokenizer, broken JSON
 UNREADABLE = (OSError, ValueError, ImportError, KeyError, SafetensorError)
+PANICS = "pyo3_runtime"  # the module of what a fault inside tokenizers raises, no `Exception`
 TOKENIZER_FILE = "tokenizer_config.json"  # is written with every tokenizer
 NEEDS_TOKENIZER = (
     "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
@@ -62,15 +63,31 @@ def find_tokenizer(option: str, name: str) -> Any | None:
     with reading(option, name, NEEDS_TOKENIZER):
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # a tokenizer without its files raises whatever its class does with no path
-            files = (TOKENIZER_FILE, *_vocabulary_files(_expected_tokenizer(name)))
-            if not any(is_there(name, file) for file in files):
-                return None
-            if isinstance(error, UNREADABLE):
+        except BaseException as error:  # a tokenizer without its files raises whatever its class does with no path
+            if not isinstance(error, Exception) and type(error).__module__ != PANICS:
                 raise
-            raise ValueError(f"{type(error).__name__}: {one_line(error)}") from error
-        has_files = any(is_there(name, file) for file in _vocabulary_files(tokenizer))
-    return tokenizer if has_files or not tokenizer.vocab_files_names else None  # those that work on bytes have none
+            files = (TOKENIZER_FILE, *_vocabulary_files(_expected_tokenizer(name)))
+            there = [file for file in files if is_there(name, file)]
+            if not there:
+                return None
+            kind = "" if isinstance(error, UNREADABLE) else f"{type(error).__name__}: "
+            raise ValueError(f"{kind}{one_line(error)}, in {' or '.join(there)}") from error
+        there = [file for file in _vocabulary_files(tokenizer) if is_there(name, file)]
+        if there and (lacking := _lacks(tokenizer)):
+            raise ValueError(f"the vocabulary in {' or '.join(there)} has no {lacking}")
+    return tokenizer if there or not tokenizer.vocab_files_names else None  # those that work on bytes have none
+
+
+def _lacks(tokenizer: Any) -> str | None:
+    """Return what a vocabulary was cut off from, without which no text or not every text has tokens; None: nothing."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    words, unknown = backend.get_vocab(with_added_tokens=False), getattr(backend.model, "unk_token", None)
+    if not words:
+        return "token"
+    in_words = type(backend.model).__name__ == "WordPiece"  # which fails at the first word that it does not know
+    return repr(unknown) if in_words and unknown not in words else None
 
 
 def is_there(name: str, file: str) -> bool:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from . import architecture, saved_config
-from .atomic_io import write_text
+from .atomic_io import mode_of_new_files, put_in_place, write_text
 from .attention_call import mechanism_of
 from .config import make_config
 from .errors import PatchError
@@ -188,7 +188,9 @@ def _clear(folder: Path) -> None:
 def _put_in_place(aside: Path, folder: Path, variant: str | None, unfinished: str) -> None:
     """Move files into place; where a config is among them, it comes last, and `unfinished` stands in for it."""
     written = {path.relative_to(aside) for path in aside.rglob("*") if path.is_file()}
-    config = Path(CONFIG_NAME)
+    if not written:  # all was put in place before an upload
+        return
+    config, mode = Path(CONFIG_NAME), mode_of_new_files(aside / "unfinished")
     if config in written:
         if (folder / config).exists():
             os.replace(write_text(aside / "unfinished", unfinished), folder / config)
@@ -197,7 +199,7 @@ def _put_in_place(aside: Path, folder: Path, variant: str | None, unfinished: st
                 old.unlink(missing_ok=True)
     for path in sorted(written, key=lambda path: (path == config, path)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(aside / path, folder / path)
+        put_in_place(aside / path, folder / path, mode)
 
 
 def _is_weights(name: str, variant: str | None) -> bool:

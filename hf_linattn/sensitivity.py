@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .architecture import root_model
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
@@ -41,7 +42,7 @@ def layer_sensitivity(
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, or a divergence that is not finite.
-        UnsupportedModelError: the model predicts no tokens, as a classifier of texts.
+        UnsupportedModelError: the model predicts no tokens, as a classifier of texts or a model of pictures.
 
     Examples:
         >>> import torch, hf_linattn
@@ -52,6 +53,7 @@ def layer_sensitivity(
         >>> list(loss)
         ['transformer.h.0.attn', 'transformer.h.1.attn']
     """
+    require_vocabulary(model)
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     with evaluation_mode(model):
@@ -120,6 +122,16 @@ def real_tokens(inputs: Mapping[str, Any], predicted: Tensor) -> Tensor:
     """Return [B, N], 1 where the token that a prediction [B, N, V] is made from is real, and 0 where it is padding."""
     mask = inputs.get("decoder_attention_mask" if "decoder_input_ids" in inputs else "attention_mask")
     return torch.ones_like(predicted[..., 0]) if mask is None else mask.to(predicted.dtype)
+
+
+def require_vocabulary(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a model without a vocabulary, as one of pictures: it predicts no tokens."""
+    root = root_model(model)
+    if getattr(root.config.get_text_config(), "vocab_size", None) is None:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} has no vocabulary and predicts no tokens, by whose divergence layers and heads are"
+            " chosen; name them yourself, patch_model(model, mechanism, layers=[...]), or heads in a plan with by_head"
+        )
 
 
 def predicts_no_tokens(name: str, has: str) -> UnsupportedModelError:

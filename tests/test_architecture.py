@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import ModuleList
 from transformers import CONFIG_MAPPING, AutoModel, WhisperConfig, WhisperModel
 
-from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model
+from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import HfLinattnError
 from hf_linattn.position_tables import position_tables
 from hf_linattn.support.tiny import tiny_config, tiny_model
@@ -138,3 +139,18 @@ def test_what_makes_a_mask_of_its_own_is_refused_before_anything_changes():
     with pytest.raises(UnsupportedModelError, match=r"DogeAttention.* makes a mask of its own from its values"):
         patch_model(model, "softmax")
     assert not is_patched(model)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_layer_in_two_places_is_refused_before_it_is_patched_and_when_it_is_saved(tmp_path, name):
+    """The config of what is saved would have another number of layers than the plan."""
+    plain, model = make_model(name), patch_model(make_model(name), "linear")
+    path, stack = next((path, part) for path, part in plain.named_modules() if isinstance(part, ModuleList))
+    twice = rf"^\w+: {path}\.{len(stack)} is {path}\.0 once more, .* put copy\.deepcopy\(model\.{path}\[0\]\) there"
+    for changed in (plain, model):
+        changed.get_submodule(path).append(changed.get_submodule(path)[0])
+    with pytest.raises(UnsupportedModelError, match=twice):
+        patch_model(plain, "linear")
+    with pytest.raises(UnsupportedModelError, match=twice):
+        model.save_pretrained(tmp_path / "new")
+    assert not is_patched(plain) and not (tmp_path / "new").exists() and not is_patched(unpatch_model(model))

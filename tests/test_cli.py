@@ -243,6 +243,17 @@ def test_eval_gives_the_perplexity(converted, tmp_path):
     assert "is an option of suites (--suite) and embedding models, not of perplexity; leave it out" in unused
 
 
+def test_eval_names_a_model_whose_loss_is_no_number(tmp_path):
+    broken = make_model("gpt2")
+    broken.transformer.h[1].mlp.c_fc.weight.data[0] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    make_tokenizer().save_pretrained(tmp_path / "broken")
+    (tmp_path / "text.txt").write_text("w5 " * 40)
+    for options in ((), ("--suite", "language", "--output", tmp_path / "evaluation.json")):
+        said = refuse("eval", tmp_path / "broken", tmp_path / "text.txt", "--max-length", 16, *options)
+        assert f"{str(tmp_path / 'broken')!r} is nan" in said and "transformer.h.1.mlp.c_fc.weight" in said
+
+
 def test_bench_times_both(converted):
     document = json.loads(answer("bench", converted, "--lengths", "8,24", "--repeats", 2, "--json"))
     assert [row["length"] for row in document["speed"]] == [8, 24]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -31,6 +33,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_linattn import CheckpointError, PatchError, get_mechanisms, is_patched, patch_model, unpatch_model
+from hf_linattn.atomic_io import write_text, write_whole
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.saving import PLAIN_SAVE
 from hf_linattn.support.tiny import tiny_config
@@ -310,6 +313,22 @@ def test_a_save_leaves_no_weights_of_the_one_before(tmp_path, before, after):
     fresh = {path.name for path in (tmp_path / "fresh").iterdir()}
     assert {path.name for path in tmp_path.iterdir()} == fresh | {"fresh", "notes.txt"}
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path), IDS), logits_of(new, IDS))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_what_is_written_has_the_mode_that_the_umask_gives(tmp_path, umask, mode):
+    """safetensors writes files that their owner alone can read."""
+    before = os.umask(umask)
+    try:
+        make_patched("llama", "hedgehog").save_pretrained(tmp_path / "model", max_shard_size="30KB")
+        make_patched("llama", "linear").save_pretrained(tmp_path / "model")  # in place of the other
+        tensors = {"a": torch.zeros(3)}
+        write_whole(tmp_path / "adapter" / "weights.safetensors", lambda path: save_file(tensors, path))
+        write_text(tmp_path / "adapter" / "text", "text")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: mode for path in files}
 
 
 def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):

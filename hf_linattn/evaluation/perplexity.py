@@ -32,6 +32,7 @@ from ..config import require
 from ..errors import DataError, OptionError, UnsupportedModelError
 from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
+from ..pinning import NAME_IN_MEMORY
 from ..position_tables import position_tables
 from .next_token import logits_of_parts
 
@@ -152,7 +153,8 @@ def perplexity(
         progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
-        OptionError: an option out of range, or `max_length` beyond the positions of model or mechanisms.
+        OptionError: an option out of range, `max_length` beyond the positions of model or mechanisms, a loss that is
+            not finite.
         DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
         UnsupportedModelError: the model has no language-modelling head.
 
@@ -176,6 +178,7 @@ def perplexity(
     bar = progress_bar(batches, desc="perplexity", unit="batch", progress=progress)
     total, num_tokens = _sum_losses(model, bar, padding_token(model, tokenizer), masked)
     loss = total / num_tokens
+    require_finite_loss(model, loss)
     value = float(torch.tensor(loss, dtype=torch.float64).exp())
     return {"perplexity": value, "loss": loss, "num_tokens": num_tokens, **limited}  # type: ignore[typeddict-item]
 
@@ -189,6 +192,20 @@ def _sum_losses(model: nn.Module, batches: Iterable[list[Window]], pad: int, mas
             total += float(losses.cpu().double().sum())
             num_tokens += losses.numel()
     return total, num_tokens
+
+
+def require_finite_loss(model: nn.Module, loss: float) -> None:
+    """Raise `OptionError`, which names a model's first weight that is not finite, unless its loss is."""
+    if math.isfinite(loss):
+        return
+    root = architecture.root_model(model)
+    name = "" if root.name_or_path in ("", NAME_IN_MEMORY) else f" {root.name_or_path!r}"
+    computing = ((path, x) for path, x in root.named_parameters() if x.dtype in architecture.COMPUTE_DTYPES)
+    broken = next((path for path, x in computing if not (x.is_meta or bool(x.isfinite().all()))), None)
+    look = f"its weight {broken!r} is not finite either: look at the training that saved it, or give another model"
+    if broken is None:
+        look = "its weights are finite: load it in float32 or bfloat16 where float16 overflows, or look at its logits"
+    raise OptionError(f"the loss of {type(root).__name__}{name} is {loss}, which gives no perplexity; {look}")
 
 
 def is_masked_language_model(model: nn.Module) -> bool:

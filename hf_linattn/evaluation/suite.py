@@ -23,7 +23,7 @@ from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
 from .harness import HEADLINES, TaskRun, load_task, run_task, task_names
 from .next_token import token_losses, windows_of_documents
-from .perplexity import is_masked_language_model, position_limit
+from .perplexity import is_masked_language_model, position_limit, require_finite_loss
 from .positions import doubling_edges, in_turn
 from .recall import RECALL_TASKS, answer_prompts, make_prompts
 from .recall.measure import by_depth
@@ -92,6 +92,7 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     losses = token_losses(
         model, windows[chosen], documents[chosen], batch_size=options.batch_size, progress=options.progress
     ).losses
+    require_finite_loss(model, float(losses.mean()))
     tokens = (options.length,) * len(chosen)
     found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
     for first, end in pairwise(doubling_edges(options.length)):

@@ -38,7 +38,7 @@ from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
 from ..plan import entry_of, read_entries
-from ..sensitivity import predicts_no_tokens
+from ..sensitivity import predicts_no_tokens, require_vocabulary
 from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal, beyond_windows
 from .gates import UNITS, Gates, gated
@@ -109,6 +109,7 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
+    require_vocabulary(model)
     config, texts = read_replacement(replace, unit), read_batches(model, batches)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")

@@ -66,7 +66,33 @@ class AdapterConfig(LoraConfig):
 
 
 class AdapterModel(LoraModel):
-    """PEFT's tuner of LoRA adapters, which patches a model before it puts them in."""
+    """PEFT's tuner of LoRA adapters, which patches a model before it puts them in.
+
+    Where they do not fit, or the weights that are loaded first, the model is as it was.
+    """
+
+    _before: tuple[bool, dict[nn.Parameter, bool]] | None = None  # of the model, until weights are loaded
+
+    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any):
+        trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        before = None if has_adapters(model) else (is_patched(model), trained)
+        with ExitStack() as undo:
+            undo.callback(_give_back, model, before)
+            super().__init__(model, *args, **kwargs)
+            undo.pop_all()
+        self._before = before
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+        before, self._before = self._before, None
+        own = {} if before is None else self.state_dict(prefix=prefix)
+        for name in own.keys() & state_dict.keys():
+            if own[name].shape != state_dict[name].shape:
+                _give_back(self.model, before)
+                raise CheckpointError(
+                    f"the adapter belongs to another model: {name!r} is of {list(state_dict[name].shape)}, the model's"
+                    f" of {list(own[name].shape)}; give the one it was trained on"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
         patch_as(model, config)  # type: ignore[arg-type]  # the mapping below gives it no other
@@ -132,7 +158,7 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
         >>> model = load_adapter(model, "runs/mine/adapter")  # doctest: +SKIP
     """
-    if isinstance(model, PeftModel) or any(isinstance(part, ADAPTED) for part in model.modules()):
+    if isinstance(model, PeftModel) or has_adapters(model):
         raise PatchError(
             f"{type(model).__name__} has adapters already; give the model without them, adapted.unload() of the"
             " PeftModel, or put this one beside them with adapted.load_adapter(path, adapter_name)"
@@ -162,6 +188,21 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         undo.pop_all()
     config.base_model_name_or_path = base
     return adapted.train(is_trainable)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether PEFT has put adapters into a model."""
+    return any(isinstance(part, ADAPTED) for part in model.modules())
+
+
+def _give_back(model: Any, before: tuple[bool, Mapping[nn.Parameter, bool]] | None) -> None:
+    """Make a model what it was `before` our tuner took it: whether patched, and what was trained; None: leave it."""
+    if before is None:
+        return
+    was_patched, trained = before
+    _take_out(model, trained)
+    if is_patched(model) and not was_patched:
+        unpatch_model(model)
 
 
 def _take_out(model: nn.Module, trained: Mapping[nn.Parameter, bool]) -> None:

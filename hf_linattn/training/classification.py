@@ -209,6 +209,11 @@ class SeveralLabels(SequenceClassification):
                     f"label {given!r} does not name classes, each once; give their names or numbers, or {count}"
                     " numbers 0.0 or 1.0"
                 )
+            if count == 2 and list(given or ()) == [1, 0]:
+                raise DataError(
+                    "label [1, 0] may be yes and no, or both of the model's 2 labels; give the numbers 1.0 and 0.0, or"
+                    " names of labels"
+                )
             rows.append([float(number in chosen) for number in range(count)])
         return rows
 

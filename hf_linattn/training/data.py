@@ -37,7 +37,8 @@ STRINGS = ("string", "large_string")
 CLASSES = (*STRINGS, "int")
 LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the column holds
     CLASSES: "integers or strings",
-    ("a list",): "lists of labels",
+    ("a list",): "lists of labels, as problem_type='multi_label_classification' has them; for one class per text set"
+        " 'single_label_classification' in the model's config",
     ("float", "double", "int"): "numbers",
 }
 TOKENIZED_AT_ONCE = 64

@@ -268,6 +268,26 @@ def test_a_tokenizer_of_vocabulary_files_alone_goes_along_and_a_damaged_one_is_r
         processors(str(tmp_path))
 
 
+DAMAGED = [
+    ("bert", {"vocab.txt": "[PAD]\n[CLS]\nw5"}, r"the vocabulary in vocab.txt has no '\[UNK\]'"),
+    ("bert", {"vocab.txt": ""}, "the vocabulary in vocab.txt has no "),
+    ("bert", {"vocab.txt": b"\xff\xfe"}, "not contain valid UTF-8, in vocab.txt"),
+    ("gpt2", {"vocab.json": '{"a": 0, "b": 1}', "merges.txt": "a b"}, ", in merges.txt or vocab.json"),
+    ("gpt2", {"vocab.json": '{"a": 0', "merges.txt": ""}, ", in merges.txt or vocab.json"),
+    ("llama", {"tokenizer.json": "{}"}, ", in tokenizer.json"),
+    ("llama", {**VOCABULARIES["llama"], "tokenizer_config.json": "[]"}, ", in tokenizer_config.json or token"),
+]
+
+
+@pytest.mark.parametrize(("name", "files", "reason"), DAMAGED)
+def test_damaged_files_of_a_tokenizer_are_named(tmp_path, name, files, reason):
+    make_model(name).config.save_pretrained(tmp_path)
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CheckpointError, match=f"^model=.* cannot be read: .*{reason}.*; it needs a tokenizer"):
+        processors(str(tmp_path))
+
+
 def test_a_model_without_a_tokenizer_goes_without(tmp_path):
     for kind in (ViTConfig, EsmConfig):  # Esm's tokenizer opens the vocabulary that it was not given
         tiny_config(kind).save_pretrained(tmp_path)

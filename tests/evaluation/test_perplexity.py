@@ -239,6 +239,24 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(name, r
     assert result["perplexity"] == pytest.approx(len(VOCABULARY), rel=1e-12)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_is_no_number_names_the_model_and_what_to_look_at(name, request, texts, tmp_path):
+    tokenizer = request.getfixturevalue("masked_tokenizer" if name == "bert" else "tokenizer")
+    make_model(name).save_pretrained(tmp_path)
+    model = type(make_model(name)).from_pretrained(tmp_path)
+    path, weight = list(model.named_parameters())[3]
+    with torch.no_grad():
+        weight[0] = torch.nan
+    said = f"the loss of {type(model).__name__} {str(tmp_path)!r} is nan, .*; its weight {path!r} is not finite either"
+    with pytest.raises(OptionError, match=said):
+        perplexity(model, tokenizer, texts, max_length=16)
+    overflowing = make_model(name).float()
+    overflowing.get_output_embeddings().weight.data.normal_().mul_(5e37)
+    message = f"the loss of {type(model).__name__} is (nan|inf), .*; its weights are finite: load it in float32"
+    with pytest.raises(OptionError, match=message):
+        perplexity(patch_model(overflowing, "linear"), tokenizer, texts, max_length=16)
+
+
 def test_modes_and_random_state_are_left_alone(masked_tokenizer, texts):
     model = make_model("bert").train()
     model.bert.encoder.layer[0].eval()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_linattn import OptionError, UnsupportedModeError
+from hf_linattn import OptionError, UnsupportedModeError, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms.deltanet import DeltanetMechanism
 from hf_linattn.ops import reference
@@ -19,6 +19,9 @@ from hf_linattn.ops.dispatch import recording
 from hf_linattn.ops.hybrid import hard_keys
 from hf_linattn.ops.hybrid.types import HardKeyState
 from hf_linattn.testing import Case
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import make_tokens
+from tests.models import make_model
 
 BLOCK = 64
 SIZES = {"window_size": 9, "num_sink_tokens": 3, "num_hard_keys": 6, "initial_share": 0.4}
@@ -333,3 +336,11 @@ def test_forms_that_cannot_be_are_refused():
     mechanism, case = trained(KERNEL)
     with pytest.raises(UnsupportedModeError, match=r"pass value=\.\.\. to attention_matrix"):
         mechanism.attention_matrix(*case.heads(5)[:2])
+
+
+@pytest.mark.parametrize("linear", ["hedgehog", "performer", "gated_deltanet"])
+def test_the_operations_of_a_training_step_are_counted(linear):
+    """The counter hooks into what maps are given, also where keys are chosen without gradients."""
+    model = patch_model(make_model("llama"), "hybrid", window_size=9, num_hard_keys=4, linear=linear).train()
+    ids = make_tokens(2, 200)
+    assert flops_of(lambda: model(input_ids=ids, labels=ids).loss.backward()) > 0

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, AutoModel, DynamicCache
 
 from hf_linattn import (
     CheckpointError,
@@ -24,11 +24,14 @@ from hf_linattn import (
     choose_plan,
     get_mechanisms,
     get_patch_config,
+    is_patched,
+    layer_sensitivity,
     patch_model,
 )
 from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
+from hf_linattn.support.tiny import tiny_config
 from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.helpers import Snapshot, assert_close, logits_of, make_tokenizer, make_tokens
 from tests.models import SHARING, make_model, make_sharing
@@ -191,6 +194,18 @@ def test_a_classifier_predicts_no_tokens_to_choose_by():
     for text in ({}, {"batches": TEXT}):
         with pytest.raises(UnsupportedModelError, match=r"^LlamaForSequenceClassification has logits of texts, which"):
             choose(model, 1, **text)
+
+
+@pytest.mark.parametrize("kind", ["vit", "dinov2", "clip_vision_model", "audio-spectrogram-transformer"])
+def test_a_model_without_a_vocabulary_predicts_no_tokens_to_choose_by(kind):
+    model = AutoModel.from_config(tiny_config(CONFIG_MAPPING[kind]))
+    message = rf"^{type(model).__name__} has no vocabulary and predicts no tokens, .*patch_model\(model, mechanism, l"
+    for given in ({}, {"batches": [{model.main_input_name: torch.zeros(2, 3, 8, 8)}], "signal": "divergence"}):
+        with pytest.raises(UnsupportedModelError, match=message):
+            choose(model, 1, **given)
+    assert not is_patched(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        layer_sensitivity(patch_model(model, "linear"), [{model.main_input_name: torch.zeros(2, 3, 8, 8)}])
 
 
 def test_rows_within_the_window_say_nothing():

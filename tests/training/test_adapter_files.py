@@ -168,6 +168,26 @@ def test_after_an_error_the_same_parameters_are_trained_in_the_same_modules(tmp_
         assert {name: parameter.requires_grad for name, parameter in given.named_parameters()} == trained
 
 
+@pytest.mark.parametrize("make", [original, patched])
+def test_a_loader_of_pefts_that_fails_leaves_the_model_as_it_was(tmp_path, make):
+    saved(tmp_path)
+    halfway, model, path = make(), make(), changed_config(tmp_path, r=8)
+    halfway.model.layers[1].self_attn.q_proj = torch.nn.Sequential(halfway.model.layers[1].self_attn.q_proj)
+    reasons = [(model, path, "belongs to another model"), (halfway, tmp_path / "adapter", "is not supported")]
+    if make is original:
+        others = make_model("gpt2", std=0.3), make_model("llama", std=0.3, num_attention_heads=8)
+        reasons += zip(others, [tmp_path / "adapter"] * 2, ["No modules were targeted", "belongs to an"], strict=True)
+    for given, folder, reason in reasons:
+        given.get_input_embeddings().requires_grad_(False)
+        before, modules, was_patched = logits_of(given), dict(given.named_modules()), is_patched(given)
+        trained = {name: parameter.requires_grad for name, parameter in given.named_parameters()}
+        with pytest.raises(ValueError, match=reason):
+            PeftModel.from_pretrained(given, folder)
+        assert dict(given.named_modules()) == modules and not hasattr(given, "peft_config")
+        assert {name: parameter.requires_grad for name, parameter in given.named_parameters()} == trained
+        assert is_patched(given) is was_patched and torch.equal(logits_of(given), before)
+
+
 def test_a_model_that_has_adapters_keeps_them(tmp_path):
     expected = saved(tmp_path)
     base = original()

@@ -67,6 +67,17 @@ def test_several_labels_are_yes_or_no_each():
             rows_of(model, [wrong, []] * 4)
 
 
+def test_integers_given_to_a_classifier_of_several_labels_are_refused_with_what_it_takes():
+    two = make_model("bert", HEAD, num_labels=2, problem_type="multi_label_classification")
+    wanted = "name a column of lists of labels, as problem_type='multi_label_classification' has them; .* set 'single_"
+    with pytest.raises(DataError, match=f"label_column='label' of the train split holds int64; {wanted}"):
+        rows_of(two, [0, 1] * 4, DataArguments(block_size=12, label_column="label"))
+    with pytest.raises(DataError, match=r"label \[1, 0\] may be yes and no, or both .*; give the numbers 1.0 and 0.0"):
+        rows_of(two, [[0, 1], [1, 0]] * 4)
+    both = rows_of(two, [[0, 1], [1]] * 4).train["labels"][:].tolist()
+    assert sorted(both) == [[0.0, 1.0]] * 4 + [[1.0, 1.0]] * 4
+
+
 def test_a_number_is_learnt_by_squares():
     model, labels = make_model("bert", HEAD, std=0.5, num_labels=1), [0.5 * i for i in range(8)]
     data, task = rows_of(model, labels), task_of(model)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from torch.nn.functional import log_softmax
 from transformers import TrainerCallback
 
@@ -16,7 +16,9 @@ from hf_linattn.architecture import root_model
 from hf_linattn.errors import OptionError
 from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
+from hf_linattn.training.api import Finetuning
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
+from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.finetuning import fine_tune, rehearse
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from hf_linattn.training.losses.distillation import Teacher
@@ -52,6 +54,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
         ("--resume_from_checkpoint elsewhere", "resume_from_checkpoint must be 'True', the output_dir.*'elsewhere'"),
         ("--report_to comet", "report_to='comet' is not known.* Known: .*wandb"),
         ("--bf16 True --fp16 True", "fp16 and bf16"),
+        ("--fp16 True", "fp16=True: on a CPU it is left out, .* give bf16 true instead"),
         ("--bf16_full_eval True --fp16_full_eval True", "full eval"),
         ("--fp16_full_eval True", "fp16_full_eval=True: it rounds the weights that are trained"),
         ("--eval_strategy no", "load_best_model_at_end requires the save and eval strategy to match"),
@@ -86,6 +89,19 @@ def test_mixed_precision_that_accelerate_was_given_is_an_option_like_others(tmp_
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(OptionError, match=r"ACCELERATE_MIXED_PRECISION must be one of no, bf16, fp16, .* got 'fp8'"):
         make_training(tmp_path)
+
+
+def test_float16_on_a_cpu_is_refused_however_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="fp16=True: on a CPU it is left out"):
+        Finetuning("gpt2", "linear", Dataset.from_list([{"text": "a"}]), tmp_path, max_train_tokens=1000, fp16=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(OptionError, match="fp16=True: on a CPU it is left out"):
+        parse_arguments(REQUIRED, DISTILLATION)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    on_gpu = make_training(tmp_path)
+    on_gpu.use_cpu = False
+    check_stages(on_gpu)
 
 
 def transfer():

@@ -47,6 +47,8 @@ class GradAccumulator:
     def _take(self, how: Any, *place: Any) -> Tensor:
         if self.gradient is None:
             return how(self.whole, *place)
+        if not torch.is_grad_enabled():  # a view that asks for gradients has no node then, for which hooks look
+            return how(self.whole.detach(), *place)
         return _Part.apply(self.whole, self.gradient, how, place)
 
 

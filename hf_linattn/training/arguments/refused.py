@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -49,6 +50,9 @@ def check_stages(training: FinetuningArguments, given: Collection[str] = ()) -> 
         value = getattr(training, name, None)
         if value and (name in given or value != defaults.get(name)):
             raise OptionError(f"{name}={value!r}: {reason}; leave it out")
+    on_cpu = training.use_cpu or not torch.accelerator.is_available()
+    if training.fp16 and on_cpu:  # of accelerate launch, too
+        raise OptionError("fp16=True: on a CPU it is left out, and all is computed in float32; give bf16 true instead")
     for name, least in LEAST.items():
         value = getattr(training, name)
         require(name, value, value is None or value >= least, f"at least {least}")

@@ -38,6 +38,17 @@ def test_gradients_are_those_of_indexing(tensor, used):
     torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-14)
 
 
+def test_parts_taken_without_gradients_ask_for_none(tensor):
+    """PyTorch's counter of operations hooks into the gradient of what a module is given, which no part has then."""
+    source = Source(tensor)
+    with torch.no_grad():
+        for part, want in zip(parts(source), plain_parts(tensor), strict=True):
+            assert torch.equal(part, want)
+        rows = source.rows(torch.tensor([0, 3, 3]).expand(2, 3, 3))
+        taken = source.narrow(2, 2, 5), source.index_select(1, 2, INDEX), rows
+    assert not any(part.requires_grad for part in taken)
+
+
 @pytest.mark.parametrize("layout", [(0, 1, 2), (1, 0, 2), (2, 0, 1)], ids=str)
 def test_rows_of_heads_in_any_layout(tensor, layout):
     """Those of a source, with its other parts, and their gradients."""
