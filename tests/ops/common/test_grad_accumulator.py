@@ -40,7 +40,7 @@ def test_gradients_are_those_of_indexing(tensor, used):
 
 def test_parts_taken_without_gradients_ask_for_none(tensor):
     """PyTorch's counter of operations hooks into the gradient of what a module is given, which no part has then."""
-    source = Source(tensor)
+    source = GradAccumulator(tensor)
     with torch.no_grad():
         for part, want in zip(parts(source), plain_parts(tensor), strict=True):
             assert torch.equal(part, want)
