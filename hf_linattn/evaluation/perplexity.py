@@ -153,8 +153,7 @@ def perplexity(
         progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
-        OptionError: an option out of range, `max_length` beyond the positions of model or mechanisms, a loss that is
-            not finite.
+        OptionError: an option out of range, `max_length` beyond the positions there are, a loss that is not finite.
         DataError: `texts` is one string, holds no token to score, or a masked model's tokenizer has no mask token.
         UnsupportedModelError: the model has no language-modelling head.
 
@@ -178,19 +177,19 @@ def perplexity(
     bar = progress_bar(batches, desc="perplexity", unit="batch", progress=progress)
     total, num_tokens = _sum_losses(model, bar, padding_token(model, tokenizer), masked)
     loss = total / num_tokens
-    require_finite_loss(model, loss)
     value = float(torch.tensor(loss, dtype=torch.float64).exp())
     return {"perplexity": value, "loss": loss, "num_tokens": num_tokens, **limited}  # type: ignore[typeddict-item]
 
 
 def _sum_losses(model: nn.Module, batches: Iterable[list[Window]], pad: int, masked: bool) -> tuple[float, int]:
-    """Return the sum of the losses of all scored tokens, in float64, and how many there are."""
+    """Return the sum of the losses of all scored tokens, in float64 and finite, and how many there are."""
     total, num_tokens = 0.0, 0
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
             losses = _token_losses(model, batch, pad, masked)
             total += float(losses.cpu().double().sum())
             num_tokens += losses.numel()
+    require_finite_loss(model, total)
     return total, num_tokens
 
 

@@ -109,7 +109,6 @@ def choose_plan(
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
-    require_vocabulary(model)
     config, texts = read_replacement(replace, unit), read_batches(model, batches)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
         raise predicts_no_tokens(type(root_model(model)).__name__, "logits of texts, which are not of tokens")
@@ -128,7 +127,8 @@ def choose_plan(
 
 
 def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | None) -> list[Mapping[str, Tensor]]:
-    """Return batches of text, none for None, once each is known to be what the model takes."""
+    """Return batches of text, none for None, once each is known to be what the model takes, which has a vocabulary."""
+    require_vocabulary(model)
     texts = [] if batches is None else list(batches)
     for batch in texts:
         require_tensors(model, batch)
