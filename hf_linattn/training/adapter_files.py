@@ -21,6 +21,7 @@ from peft import LoraConfig, LoraModel, PeftConfig, PeftModel, TaskType, get_pef
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils.integrations import skip_init_on_device
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -94,6 +95,7 @@ class AdapterModel(LoraModel):
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @skip_init_on_device  # low_cpu_mem_usage makes empty what is made here, and mechanisms begin with weights
     def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
         patch_as(model, config)  # type: ignore[arg-type]  # the mapping below gives it no other
 

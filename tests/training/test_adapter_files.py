@@ -61,6 +61,7 @@ WAYS = {
     "PeftModel": lambda folder: PeftModel.from_pretrained(original(), folder / "adapter"),
     "AutoPeftModelForCausalLM": lambda folder: AutoPeftModelForCausalLM.from_pretrained(folder / "adapter"),
     "AutoModel": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "adapter"),
+    "empty at first": lambda folder: PeftModel.from_pretrained(original(), folder / "adapter", low_cpu_mem_usage=True),
 }
 
 
