@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 CSRC = Path("hf_linattn/csrc")
-RECIPES, LEFT_OUT = Path("recipes"), ("pretrained", "__pycache__")
+RECIPES, LEFT_OUT = Path("recipes"), ("pretrained", "adapters", "__pycache__")
 PACKAGE = "hf_linattn.ops.runtime"  # which loads them, see its cpu.py
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-mfma", "-mf16c"]
 VARIANTS = {"_avx512": ["-mavx512f", "-mavx512dq"], "_avx2": ["-mavx2"]}

@@ -20,6 +20,7 @@ import typer
 
 from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
 from benchmarks.studies.choose_plan import LENGTH, TASKS, Study, steepest
+from hf_linattn import PatchConfig
 from hf_linattn.advice.trial import patched
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.memory import state_bytes_by_length
@@ -49,7 +50,7 @@ def equal_window(size: dict[str, int], record: PlanRecord, kept: int) -> dict[st
     return {"window_size": tokens - NUM_SINK_TOKENS + 1, "num_sink_tokens": NUM_SINK_TOKENS}
 
 
-def state_bytes(study: Study, name: str, plan: ChosenPlan) -> dict[str, int]:
+def state_bytes(study: Study, name: str, plan: ChosenPlan | PatchConfig) -> dict[str, int]:
     """Return the bytes of the states of a plan and of softmax, counted unless that was done before."""
 
     def measure() -> dict[str, int]:

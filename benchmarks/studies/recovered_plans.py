@@ -2,39 +2,47 @@
 
     python -m benchmarks.studies.recovered_plans SmolLM2-135M-Instruct/ books/ runs/smollm2-135m-heads
 
-Prompts and rows of text are those of `benchmarks.studies.choose_plan`, whose results are read for the plan before any
-training. Each run is the output folder of `recipes/distill.py`; its report says what it was trained with. Results are
-written as they come: a run that was stopped goes on.
+Prompts and rows of text are those of `benchmarks.studies.choose_plan`, whose results are read for its plan before any
+training; of a run with another plan that is measured as well. Each run is the output folder of `recipes/distill.py`;
+its report says what it was trained with. `--suite` asks all kinds of recall, at one length. Results are written as
+they come: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RECOVERED_PLANS_FILE, RESULTS, read
 from benchmarks.studies.choose_plan import FEWER_ROWS, LENGTH, LENGTHS, LONG_LENGTH, TASKS, Study
-from benchmarks.studies.hard_key_plans import CHOICE
+from benchmarks.studies.hard_key_plans import CHOICE, state_bytes
 from benchmarks.tables.heads import UNTRAINED
+from hf_linattn import PatchConfig, get_patch_config
 from hf_linattn.chosen_plan import ChosenPlan
+from hf_linattn.evaluation.recall import RECALL_TASKS
 from hf_linattn.report import Report
 
 
 def how_it_was_trained(folder: Path) -> dict[str, Any]:
-    """Return a run's tokens, machine and teaching, its evaluations, and what it changed by position."""
+    """Return a run's tokens, machine and teaching, its evaluations, and what its stages changed by position."""
     report, stages = Report.load(folder), folder / "stages"
+    longer = stages / "long_training.json"
     tried = [entry for entry in read(stages / "recovered_training.json")["history"] if "eval_loss" in entry]
     return {
         "tokens": report.training.tokens, "teaching": report.training.teaching, "device": report.provenance.device,
         "threads": report.provenance.num_threads, "learning_rate": report.training.recovered_learning_rate,
         "evaluations": [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in tried],
         "positions": read(stages / "recovered_training_positions.json"),
+        "lengthened": None if not longer.is_file() else {
+            "tokens": read(longer)["tokens"], "positions": read(stages / "long_training_positions.json"),
+        },
     }  # fmt: skip
 
 
@@ -44,25 +52,36 @@ def main(
     runs: Annotated[list[Path], typer.Argument(help="output folders of recipes; their names are the rows'")],
     samples: Annotated[int, typer.Option(help="prompts of each kind and length")] = 20,
     rows: Annotated[int, typer.Option(help="rows of text for the perplexity")] = 16,
+    suite: Annotated[bool, typer.Option(help="ask all kinds of recall")] = False,
     dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     chosen: Annotated[Path, typer.Option(help="the results of the other study")] = RESULTS / CHOSEN_PLAN_FILE,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / RECOVERED_PLANS_FILE,
 ) -> None:
     """Measure and write the JSON."""
-    untrained = ChosenPlan.from_json(json.dumps(read(chosen)["choices"][CHOICE]))
+    first = ChosenPlan.from_json(json.dumps(read(chosen)["choices"][CHOICE]))
     study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.recovered_plans")
-    for length, count in ((LENGTH, rows), (LONG_LENGTH, rows // FEWER_ROWS)):
-        for name, plan in ((ORIGINAL, None), (UNTRAINED, untrained)):
-            study.perplexity(name, plan, length, count)
+    original = study.model
+    known = PatchConfig.from_plan(first, len(first.record.heads))
+    asked: list[tuple[str, PreTrainedModel, Any]] = [(ORIGINAL, original, None), (UNTRAINED, original, first)]
+    trained: list[tuple[str, PreTrainedModel, Any]] = []
     for folder in runs:
-        name = folder.name
-        study.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        study.perplexity(name, None, LENGTH, rows)
-        for length in LENGTHS:
-            for task in TASKS:
-                study.recall(name, None, task, length, samples)
-        study.perplexity(name, None, LONG_LENGTH, rows // FEWER_ROWS)
-        study.keep("runs", name, partial(how_it_was_trained, folder))
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        plan = get_patch_config(loaded)
+        state_bytes(study, folder.name, plan)
+        study.keep("runs", folder.name, partial(how_it_was_trained, folder))
+        if plan != known:
+            asked.append((f"{folder.name}, {UNTRAINED}", original, plan))
+        trained.append((folder.name, loaded, None))
+    for length, count in ((LENGTH, rows), (LONG_LENGTH, rows // FEWER_ROWS)):
+        for name, study.model, plan in [*asked, *trained]:
+            study.perplexity(name, plan, length, count)
+    for length, task in product(LENGTHS, TASKS):
+        for name, study.model, plan in [*asked, *trained]:
+            if name not in (ORIGINAL, UNTRAINED):  # these are in the results of the other study
+                study.recall(name, plan, task, length, samples)
+    for task in RECALL_TASKS if suite else ():
+        for name, study.model, plan in [*asked, *trained]:
+            study.recall(name, plan, task, LENGTH, samples)
     typer.echo(f"wrote {output}")
 
 

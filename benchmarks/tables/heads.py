@@ -146,40 +146,74 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
     """
     recall, texts = {**chosen["recall"], **document["recall"]}, document["perplexity"]
     lengths = sorted({int(key.split(" | ")[1]) for key in texts})
-    named = {ORIGINAL: ORIGINAL, UNTRAINED: untrained, **{name: name for name in document["runs"]}}
+    named = {ORIGINAL: ORIGINAL, UNTRAINED: untrained}
+    for run in document["runs"]:
+        before = f"{run}, {UNTRAINED}"  # where its plan is not that of the other study
+        named |= {name: name for name in (before, run) if f"{name} | {lengths[0]}" in texts}
     asked = sorted({int(key.split(" | ")[2]) for key in document["recall"]})
     cells = [
         [name, count(length), *(_share(recall[f"{key} | {task} | {length}"]) for task in NEEDLES)]
         for name, key in named.items()
         for length in asked
     ]
-    ratios = [
-        [name, *(f"{_perplexity(texts, name, n) / _perplexity(texts, ORIGINAL, n):.4f}" for n in lengths)]
-        for name in named
-    ]
     (samples,) = {row["num_samples"] for row in document["recall"].values()}
     what = (
         f"{document['model']}: the share of answers that are written, with its 95 % interval, {samples} prompts in"
         f" each cell, of another seed than the plan was chosen by.{_weights(document)}"
     )
-    text = "The perplexity of test books over the original's."
-    head = ["model", *(f"perplexity, {count(length)} tokens" for length in lengths)]
+    columns = {
+        f"perplexity, {count(length)} tokens": {
+            name: f"{_perplexity(texts, name, length) / _perplexity(texts, ORIGINAL, length):.4f}" for name in named
+        }
+        for length in lengths
+    } | _suite_means(document["recall"])  # fmt: skip
+    text = "The perplexity of test books over the original's"
+    text += ", and the mean over the recall suite." if len(columns) > len(lengths) else "."
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in named]
     how = [_how(name, run) for name, run in document["runs"].items()]
-    return [*how, what, table(["model", "tokens", *NEEDLES], cells), text, table(head, ratios)]
+    return [*how, what, table(["model", "tokens", *NEEDLES], cells), text, table(["model", *columns], rows)]
+
+
+def _suite_means(recall: dict[str, Document]) -> dict[str, dict[str, str]]:
+    """Return a column for each length: the mean over all tasks, of the models that were asked all of them."""
+    found: dict[str, dict[str, list[float]]] = {}  # length -> model -> shares
+    for key, row in recall.items():
+        name, _, length = key.split(" | ")
+        found.setdefault(length, {}).setdefault(name, []).append(row["found"])
+    columns = {}
+    for length, models in found.items():
+        most = max(map(len, models.values()))
+        if most > len(NEEDLES):
+            title = f"mean of {most} tasks, {count(int(length))} tokens"
+            columns[title] = {
+                name: number(sum(shares) / most) for name, shares in models.items() if len(shares) == most
+            }
+    return columns
 
 
 def _how(name: str, run: Document) -> str:
     best = min(run["evaluations"], key=lambda tried: tried["loss"])
     last = run["evaluations"][-1]
-    changes = [row["loss"] for row in run["positions"]["change"]]
-    return (
+    longer = run.get("lengthened")
+    fate = "went on with longer rows" if longer else "are what is measured"
+    text = (
         f"`{name}`: LoRA of rank {run['teaching']['lora_rank']}, {count(run['tokens'])} training tokens, learning rate"
         f" {run['learning_rate']:g}, on {run['device']} with {run['threads']} thread{'s' * (run['threads'] > 1)}. Of"
         f" {len(run['evaluations'])} evaluations that of step {best['step']} of {last['step']} was the best"
-        f" ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and its weights are what is measured. Its loss by"
-        f" position on held-out text, in {len(changes)} buckets up to {count(run['positions']['before'][-1]['last'])}"
-        f" tokens, changed by {min(changes):.3f} to {max(changes):.3f} nats."
+        f" ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and its weights {fate}. Its loss by position on"
+        f" held-out text, {_changed(run['positions'])} nats."
     )
+    if longer:
+        text += (
+            f" The last {count(longer['tokens'])} tokens were rows of twice the length: by these the loss by position,"
+            f" {_changed(longer['positions'])} nats."
+        )
+    return text
+
+
+def _changed(positions: Document) -> str:
+    changes, last = [row["loss"] for row in positions["change"]], positions["before"][-1]["last"]
+    return f"in {len(changes)} buckets up to {count(last)} tokens, changed by {min(changes):.3f} to {max(changes):.3f}"
 
 
 def _weights(document: Document) -> str:

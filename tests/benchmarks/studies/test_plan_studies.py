@@ -103,3 +103,27 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
     assert "640 training tokens" in how and "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
     assert [line.split(" | ")[2][:4] for line in recall.splitlines()[2:]] == ["0.50", "0.50", "0.75"]
     assert [line.split(" | ")[1][:6] for line in perplexity.splitlines()[2:]] == ["1.0000", "2.0000", "1.5000"]
+
+
+def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
+    places = {"before": [{"last": 63}], "change": [{"loss": -0.25}, {"loss": 0.125}]}
+    run = {
+        "tokens": 640, "teaching": {"lora_rank": 2}, "device": "a CPU", "threads": 1, "learning_rate": 0.5,
+        "evaluations": [{"step": 1, "loss": 1.5}], "positions": places,
+        "lengthened": {"tokens": 128, "positions": {**places, "change": [{"loss": -0.5}]}},
+    }  # fmt: skip
+    names = {"original": 2.0, UNTRAINED: 4.0, f"run, {UNTRAINED}": 5.0, "run": 3.0}
+    row = {"found": 0.5, "found_interval": [0.25, 0.75], "num_samples": 4}
+    cells = [(name, task) for name in names for task in (*NEEDLES, "copying")]
+    document = {
+        "model": "a model", "runs": {"run": run}, "provenance": {"dtype": "bfloat16"},
+        "perplexity": {f"{name} | 64": {"perplexity": x} for name, x in names.items()},
+        "recall": {f"{name} | {task} | 64": {**row, "found": names[name] / 8} for name, task in cells},
+    }  # fmt: skip
+    del document["recall"][f"{UNTRAINED} | copying | 64"]
+    chosen = {"recall": {f"plan | {task} | 64": row for task in NEEDLES}}
+    how, _, recall, text, means = recovered_plans_parts(document, chosen, "plan")
+    assert "changed by -0.250 to 0.125 nats." in how and how.endswith("changed by -0.500 to -0.500 nats.")
+    assert "The last 128 tokens" in how and text.endswith("and the mean over the recall suite.")
+    assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
+    assert [line.split(" | ")[2].rstrip(" |") for line in means.splitlines()[2:]] == ["0.25", "", "0.625", "0.375"]
