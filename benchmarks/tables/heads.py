@@ -152,9 +152,10 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
         named |= {name: name for name in (before, run) if f"{name} | {lengths[0]}" in texts}
     asked = sorted({int(key.split(" | ")[2]) for key in document["recall"]})
     cells = [
-        [name, count(length), *(_share(recall[f"{key} | {task} | {length}"]) for task in NEEDLES)]
+        [name, count(length), *(_share(row) if row else "" for row in rows)]
         for name, key in named.items()
         for length in asked
+        if any(rows := [recall.get(f"{key} | {task} | {length}") for task in NEEDLES])
     ]
     (samples,) = {row["num_samples"] for row in document["recall"].values()}
     what = (

@@ -57,7 +57,7 @@ def model_card(
     base, task = read_base(report.base_model), task_of_report(report)
     data = ModelCardData(
         base_model=base.hub_id,
-        datasets=None if report.dataset_name is None else [report.dataset_name],
+        datasets=[report.dataset_name] if report.dataset_name else None,
         library_name=library_of(LOADERS[task]) if adapter_of is None else "peft",
         pipeline_tag=task,
         tags=["hf_linattn", *mechanisms, "subquadratic-attention"],
@@ -170,7 +170,7 @@ def eval_results(report: Report, task: str) -> list[EvalResult]:
 def eval_result_entries(report: Report) -> list[EvalResultEntry]:
     """Return the scores as the Hub collects them by data set; none where that is not the Hub's, or has no test split.
     """
-    if report.dataset_name is None or report.evaluation.held_out:
+    if not report.dataset_name or report.evaluation.held_out:
         return []
     how = f"{report.dataset_config_name or 'default'}, test split, {report.evaluation.max_length} tokens at a time"
     return [

@@ -50,6 +50,13 @@ def test_the_scores_on_a_data_set_of_the_hub_are_collected_by_its_name(report, t
     assert not (tmp_path / EVAL_RESULTS_FILE).exists() and "held out of its training split" in to_markdown(report)
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_texts_of_files_are_no_data_set_of_the_hub(report, tmp_path, name):
+    """An empty name takes back that of a recipe."""
+    card = ModelCard.load(save_card(replace(report, dataset_name=name), tmp_path))
+    assert card.data.datasets is None and not (tmp_path / EVAL_RESULTS_FILE).exists()
+
+
 @pytest.mark.parametrize("name", [None, *TEACHING, EMBEDDING])
 def test_a_teacher_is_named_where_the_original_taught_alone(report, name):
     own, said = {"lora_rank": 8, "window_dropout": 0.5}, {} if name in (None, EMBEDDING) else {name: 2, "top_k": 4}
