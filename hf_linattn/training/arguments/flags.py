@@ -64,6 +64,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the configuration file {str(path)!r} is not UTF-8 ({error}); save it as UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
         raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
