@@ -63,7 +63,7 @@ def calibrate(
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, no tensors in one, steps below 1, an error that is not finite.
-        DataError: too short a text. After an error all parameters and buffers are as they were.
+        DataError: too short a text, or one string. After an error all parameters and buffers are as they were.
 
     Examples:
         >>> import torch, hf_linattn

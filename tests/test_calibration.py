@@ -30,6 +30,7 @@ from tests.models import make_model
 from tests.plan_search.retriever import make_retriever
 
 LENGTH = 48
+IDS = torch.arange(5, 9)[None]
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -296,9 +297,11 @@ def test_progress_is_shown_where_a_person_reads(asked, terminal, shown, capsys, 
         (["w5 w6"], {}, r"dicts of tensors, got str; give texts with tokenizer="),
         ([{"input_ids": [5, 6]}], {}, r"got 'input_ids' as a list; .*return_tensors='pt'"),
         (["w5 w6"], {"tokenizer": make_tokenizer()}, r"no document has the 64 tokens of one row"),
+        ("w5 w6", {"tokenizer": make_tokenizer()}, r"texts must be .*, got one string; pass \[text\]"),
+        ([{"input_ids": IDS}], {"tokenizer": make_tokenizer()}, r"texts must be .*, got \{'input_ids'.*; pass str"),
         (None, {"tokenizer": make_tokenizer()}, r"dicts of tensors, got None; give texts with tokenizer="),
     ],
-    ids=["text", "lists", "short", "none"],
+    ids=["text", "lists", "short", "string", "no texts", "none"],
 )
 def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     model = make_words()
