@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .json_files import read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # the type of PEFT; PEFT fails on one that it does not know, with this name in its message
@@ -23,8 +22,5 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
     file = folder / CONFIG_FILE
     if not file.is_file():
         return None
-    try:
-        config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the adapter again") from error
+    config = read_object(file, "save the adapter again")
     return config if config.get("peft_type") == ADAPTER_TYPE else None

@@ -18,7 +18,7 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_out import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, progress_bar, require_tensors, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, require_batches, require_tensors, without_labels
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
@@ -63,7 +63,7 @@ def calibrate(
     Raises:
         PatchError: the model is not patched.
         OptionError: no batches, no tensors in one, steps below 1, an error that is not finite.
-        DataError: too short a text. After an error all parameters and buffers are as they were.
+        DataError: too short a text, or one string. After an error all parameters and buffers are as they were.
 
     Examples:
         >>> import torch, hf_linattn
@@ -76,6 +76,7 @@ def calibrate(
         (3, ('before', 'after', 'taken'))
     """
     require_count("steps", steps)
+    require_batches(batches, OR_TEXTS)
     mechanisms = get_mechanisms(model)
     batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)

@@ -26,7 +26,8 @@ def calibration_batches(
         texts: documents of the kind that the model is for. tokens: how many are taken at most; whole rows of them.
 
     Raises:
-        OptionError: `tokens` is below one row. DataError: no document has as many tokens as a row.
+        OptionError: `tokens` is below one row.
+        DataError: no document has as many tokens as a row, or `texts` is one string.
         UnsupportedModelError: the model is an encoder-decoder, whose decoder needs rows of its own, or reads no text.
     """
     require_token_ids(model, "call calibrate(model, batches) with what it takes")

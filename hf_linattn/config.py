@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .errors import OptionError, UnknownNameError, did_you_mean, warn_of_former_name
+from .errors import DataError, OptionError, UnknownNameError, did_you_mean, warn_of_former_name
 from .registry import MECHANISMS
 
 LARGEST_COUNT = 2**24  # no option needs more; a checkpoint cannot ask for any amount of memory
@@ -101,6 +101,16 @@ def require_known(kind: str, name: object, known: Iterable[str]) -> None:
     """Raise `UnknownNameError`, with the nearest names, unless a name is one of those known."""
     if name not in list(known):  # a list compares with anything, a dict hashes
         raise UnknownNameError(kind, name, known)
+
+
+def require_texts(name: str, given: Any) -> list[str]:
+    """Return texts as a list; `DataError` for one string, whose letters are no texts, and for what is not text."""
+    if isinstance(given, str):
+        raise DataError(f"{name} must be a sequence of texts, got one string; pass [text]")
+    texts: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise DataError(f"{name} must be a sequence of texts, got {others[0]!r}; pass strings in a list")
+    return texts
 
 
 def json_object(name: str, value: Mapping[str, Any] | str) -> dict[str, Any]:

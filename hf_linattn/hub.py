@@ -102,7 +102,7 @@ def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTr
             adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
             try:
                 model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
-            except (SafetensorError, json.JSONDecodeError) as error:
+            except (SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
                 file = damaged_file(name, kwargs.get("variant"), adapter, **only(kwargs, *WHERE))
                 raise CheckpointError(f"{file} is damaged ({error}); fetch or save it again") from error
             if adapter is not None:  # of the checkpoint, `_finalize_model_loading` has asked
@@ -224,7 +224,7 @@ def damaged_file(name: Any, variant: str | None, adapter: Any = None, **where: A
     if index is not None:
         try:
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # the last three: JSON that is no index
             return repr(index)
     places = [(name, file) for file in files] + ([] if adapter is None else [(adapter, ADAPTER_SAFE_WEIGHTS_NAME)])
     for place, file in places:

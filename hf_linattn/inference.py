@@ -20,6 +20,7 @@ from .config import require
 from .errors import OptionError
 
 MADE_AS = "give batches made with return_tensors='pt'"
+OF_IDS = (torch.int64, torch.int32)  # which the table of embeddings takes
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "labels"}  # pictures have ids of their own
 
 
@@ -76,6 +77,12 @@ def accepted(model: nn.Module, **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in parameters}
 
 
+def require_batches(batches: Any, remedy: str = MADE_AS) -> None:
+    """Raise `OptionError`, which ends in a remedy, unless there is something to take batches from."""
+    if not isinstance(batches, Iterable):
+        raise OptionError(f"batches must hold dicts of tensors, got {batches!r}; {remedy}")
+
+
 def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None:
     """Raise `OptionError`, which ends in a remedy, unless a batch is what a model takes, in rows of its tokens."""
     if not isinstance(batch, Mapping):
@@ -89,8 +96,17 @@ def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None
     require("input_ids of batches", shape, len(shape) > 1 and ids.numel() > 0, "[rows, tokens], at least one of each")
     if isinstance(mask, Tensor) and mask.dim() == ids.dim():
         require("attention_mask of batches", list(mask.shape), mask.shape == ids.shape, f"{shape}, as input_ids are")
+    require("input_ids of batches", ids.dtype, ids.dtype in OF_IDS, "int64 or int32")
     size = getattr(architecture.root_model(model).config.get_text_config(), "vocab_size", None)
-    if isinstance(size, int) and batch.keys() <= OF_TEXT and (largest := int(ids.max())) >= size:
+    if not isinstance(size, int) or not batch.keys() <= OF_TEXT:
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0:
+        raise OptionError(
+            f"batches hold token {smallest}, and tokens begin at 0; fill rows with the pad token of the tokenizer, as"
+            " -100 is of labels alone"
+        )
+    if largest >= size:
         raise OptionError(
             f"batches hold token {largest}, which is beyond the {size} of the model; make them with its own tokenizer"
         )

@@ -118,12 +118,8 @@ def require_places(model: PreTrainedModel, config: PatchConfig) -> None:
 def is_marked(folder: Path) -> bool:
     """Whether the folder has a checkpoint of this library."""
     try:
-        text = (folder / CONFIG_NAME).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
+        data = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no text, or no JSON
         return False
     return isinstance(data, dict) and data.get("model_type") == saved_config.MODEL_TYPE
 

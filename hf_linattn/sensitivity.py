@@ -14,7 +14,7 @@ from .architecture import root_model
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
-from .inference import accepted, evaluation_mode, progress_bar, require_tensors, without_labels
+from .inference import accepted, evaluation_mode, progress_bar, require_batches, require_tensors, without_labels
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
@@ -56,6 +56,7 @@ def layer_sensitivity(
     require_vocabulary(model)
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
+    require_batches(batches)
     with evaluation_mode(model):
         for number, batch in enumerate(progress_bar(batches, desc="layer sensitivity", progress=progress)):
             require_tensors(model, batch)

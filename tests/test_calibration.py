@@ -30,6 +30,7 @@ from tests.models import make_model
 from tests.plan_search.retriever import make_retriever
 
 LENGTH = 48
+IDS = torch.arange(5, 9)[None]
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -296,8 +297,11 @@ def test_progress_is_shown_where_a_person_reads(asked, terminal, shown, capsys, 
         (["w5 w6"], {}, r"dicts of tensors, got str; give texts with tokenizer="),
         ([{"input_ids": [5, 6]}], {}, r"got 'input_ids' as a list; .*return_tensors='pt'"),
         (["w5 w6"], {"tokenizer": make_tokenizer()}, r"no document has the 64 tokens of one row"),
+        ("w5 w6", {"tokenizer": make_tokenizer()}, r"texts must be .*, got one string; pass \[text\]"),
+        ([{"input_ids": IDS}], {"tokenizer": make_tokenizer()}, r"texts must be .*, got \{'input_ids'.*; pass str"),
+        (None, {"tokenizer": make_tokenizer()}, r"dicts of tensors, got None; give texts with tokenizer="),
     ],
-    ids=["text", "lists", "short"],
+    ids=["text", "lists", "short", "string", "no texts", "none"],
 )
 def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     model = make_words()
@@ -314,19 +318,29 @@ def test_what_is_no_batch_is_refused_by_name(batches, options, message):
         ({"input_ids": torch.arange(5, 9)}, r"input_ids of batches must be \[rows, tokens\], .* got \[4\]"),
         ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of batches must be .* one of each, got \[0, 4\]"),
         ({"input_ids": torch.tensor([[5, 30]])}, r"batches hold token 30, which is beyond the 30 of the model"),
+        ({"input_ids": torch.tensor([[5, -100]])}, r"batches hold token -100, and tokens begin at 0; fill rows with"),
+        ({"input_ids": torch.ones(2, 4)}, r"input_ids of batches must be int64 or int32, got torch.float32"),
         (
             {"input_ids": torch.ones(2, 4).long(), "attention_mask": torch.ones(2, 5)},
             r"attention_mask of batches must be \[2, 4\], as input_ids are, got \[2, 5\]",
         ),
     ],
-    ids=["lists", "row", "empty", "vocabulary", "mask"],
+    ids=["lists", "row", "empty", "vocabulary", "negative", "numbers", "mask"],
 )
 def test_what_no_model_reads_is_refused_wherever_batches_are_taken(batch, message):
+    refused_wherever_batches_are_taken([batch], message)
+
+
+def test_what_holds_no_batches_is_refused_wherever_batches_are_taken():
+    refused_wherever_batches_are_taken(5, "batches must hold dicts of tensors, got 5; give")
+
+
+def refused_wherever_batches_are_taken(batches, message):
     patched = patch_model(make_retriever(), "hedgehog")
     for take in (
-        lambda: choose_plan(make_retriever(), None, 1, signal="divergence", batches=[batch]),
-        lambda: calibrate(patched, [batch]),
-        lambda: layer_sensitivity(patched, [batch]),
+        lambda: choose_plan(make_retriever(), None, 1, signal="divergence", batches=batches),
+        lambda: calibrate(patched, batches),
+        lambda: layer_sensitivity(patched, batches),
     ):
         with pytest.raises(OptionError, match=message):
             take()

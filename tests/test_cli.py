@@ -297,7 +297,7 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path,
     assert "lengths must be numbers" in refuse("bench", converted, "--lengths", "8;9")
     assert "is not patched" in refuse("bench", original, "--lengths", "8")
     assert "cannot be read as text" in refuse("eval", converted, tmp_path / "missing.txt")
-    assert "report.json does not exist" in refuse("report", tmp_path)
+    assert "report.json'; give the output directory of a recipe" in refuse("report", tmp_path)
     assert "holds a model that is not converted" in refuse("push", original, "me/model")
     assert "has no config.json" in refuse("push", tmp_path, "me/model")
     (tmp_path / "config.json").write_text(json.dumps(unfinished(AutoConfig.from_pretrained(original))))

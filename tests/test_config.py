@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 
 from hf_linattn import (
     CheckpointError,
+    DataError,
     HfLinattnError,
     MechanismConfig,
     OptionError,
@@ -19,7 +21,10 @@ from hf_linattn import (
     list_mechanisms,
 )
 from hf_linattn.config import make_config
+from hf_linattn.evaluation import embed, fidelity, long_losses, perplexity, whole_windows
 from hf_linattn.plan import FORMAT_VERSION, parse_layers
+from tests.helpers import make_tokenizer
+from tests.models import make_model
 
 
 @pytest.mark.parametrize(
@@ -185,3 +190,29 @@ def test_a_missing_field_is_named(missing):
     del data[missing]
     with pytest.raises(CheckpointError, match=missing):
         PatchConfig.from_dict(data)
+
+
+def read_by_everything(texts: object) -> list[Callable[[], object]]:
+    """What takes texts beside `calibrate`, which `tests/test_calibration.py` asks, and haystacks."""
+    model, tokenizer = make_model("gpt2"), make_tokenizer()
+    return [
+        lambda: whole_windows(tokenizer, texts, 2),
+        lambda: perplexity(model, tokenizer, texts, max_length=8),
+        lambda: long_losses(model, tokenizer, texts, length=8),
+        lambda: fidelity(model, model, tokenizer, texts),
+        lambda: embed(make_model("bert").bert, tokenizer, texts),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("w5 w6", r"texts must be a sequence of texts, got one string; pass \[text\]"),
+        (["w5 w6", 3], "texts must be a sequence of texts, got 3; pass strings in a list"),
+        (None, "texts must be a sequence of texts, got None; pass strings in a list"),
+    ],
+)
+def test_one_string_is_no_sequence_of_texts(texts, message):
+    for read in read_by_everything(texts):
+        with pytest.raises(DataError, match=message):
+            read()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ import typer
 from ..adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from ..atomic_io import write_text
 from ..errors import CheckpointError
+from ..json_files import read_object
 from ..reading import reading
 from ..training.run_folders import CONTROL, STAGES, WINDOW
 from .common import Json, exit_on_error, show
@@ -71,7 +70,8 @@ def name_card(folder: Path, repository: str) -> None:
     if not card.exists():
         write_card(folder, repository)
         return
-    text = card.read_text(encoding="utf-8")
+    with reading("folder", folder, f"save its {CARD_FILE} as UTF-8"):
+        text = card.read_text(encoding="utf-8")
     if (named := with_name(text, repository)) != text:
         write_text(card, named)
 
@@ -115,10 +115,7 @@ def check_converted(folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"folder={str(folder)!r} has no config.json; give the folder of a converted model")
-    try:
-        config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{str(file)!r} is not JSON ({error}); save the model again") from error
+    config = read_object(file, "save the model again")
     require_finished(config)
     if MODEL_TYPE not in config:
         raise CheckpointError(f"folder={str(folder)!r} holds a model that is not converted; run hf-linattn convert")

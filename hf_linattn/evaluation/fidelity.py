@@ -93,6 +93,7 @@ def fidelity(
 
     Raises:
         OptionError: the texts hold no whole window, or a prompt and its continuation do not fit into one.
+        DataError: `texts` is one string, or holds something else.
 
     Examples:
         >>> from hf_linattn.evaluation import fidelity
@@ -111,15 +112,13 @@ def fidelity(
     return Fidelity(
         accuracy_by_position(read, num_positions),
         accuracy_by_position(original_read, num_positions),
-        greedy=written(model, False),
-        sampled=written(model, True),
-        original_greedy=written(original, False),
-        original_sampled=written(original, True),
+        greedy=written(model, False), sampled=written(model, True),
+        original_greedy=written(original, False), original_sampled=written(original, True),
         recurrences=loss_by_recurrence(read),
         original_recurrences=loss_by_recurrence(original_read),
         linear_share=linear_share(model, windows),
         **({} if control is None else _read_control(control, windows, num_positions)),
-    )
+    )  # fmt: skip
 
 
 def _read_control(control: PreTrainedModel, windows: Tensor, num_positions: int) -> dict[str, Any]:

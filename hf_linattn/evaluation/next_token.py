@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
-from ..config import require
+from ..config import require, require_texts
 from ..inference import accepted, evaluation_mode, progress_bar
 
 TOKENS = 16_384  # that a batch has at most, beyond its first window
@@ -91,6 +91,7 @@ def whole_windows(
 
     Raises:
         OptionError: no text has so long a window.
+        DataError: `texts` is one string, or holds something else.
 
     Examples:
         >>> from hf_linattn.evaluation import whole_windows
@@ -116,7 +117,8 @@ def windows_of_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return `whole_windows` [B, N] and the number of the text that each is from [B]."""
-    encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    texts = require_texts("texts", texts)
+    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     places = [(text, i) for text, ids in enumerate(encoded) for i in range(0, len(ids) - length + 1, length)]
     require("texts", len(texts), bool(places), f"documents with at least max_length={length} tokens")
     rows = [encoded[text][i : i + length] for text, i in places]

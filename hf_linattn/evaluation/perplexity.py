@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from .. import architecture
-from ..config import require
+from ..config import require, require_texts
 from ..errors import DataError, OptionError, UnsupportedModelError
 from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
@@ -273,13 +273,12 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], answers: Sequence[Places] | None
 ) -> list[Window]:
     """Return each document as a window of its own; see `perplexity` for `answers`."""
-    if isinstance(texts, str):
-        raise DataError("texts must be a sequence of documents, got one string; pass [text]")
-    if not len(texts):
+    texts = require_texts("texts", texts)
+    if not texts:
         raise DataError("texts is empty; give at least one document")
     # verbose=False: a document longer than the model is the normal case here, and no reason to warn
     encoded = tokenizer(
-        list(texts), add_special_tokens=answers is None, return_offsets_mapping=answers is not None,
+        texts, add_special_tokens=answers is None, return_offsets_mapping=answers is not None,
         return_attention_mask=False, return_token_type_ids=False, verbose=False,
     )  # fmt: skip
     documents = [torch.tensor(ids, dtype=torch.long) for ids in encoded["input_ids"]]

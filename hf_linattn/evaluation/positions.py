@@ -120,6 +120,7 @@ def long_losses(
     Raises:
         OptionError: no document is that long, `length` is beyond the positions of the model, or an option is out of
             range.
+        DataError: `texts` is one string, or holds something else.
 
     Examples:
         >>> import torch

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
-from ..config import require, require_finite
+from ..config import require, require_finite, require_texts
 from ..inference import evaluation_mode, padding_token, progress_bar
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
@@ -53,6 +53,7 @@ def embed(
 
     Raises:
         OptionError: `max_length` is below 1.
+        DataError: `texts` is one string, or holds something else.
 
     Examples:
         >>> from transformers import AutoModel, AutoTokenizer
@@ -64,7 +65,7 @@ def embed(
         torch.Size([2, 384])
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
-    device = architecture.root_model(model).device
+    texts, device = require_texts("texts", texts), architecture.root_model(model).device
 
     def read(chosen: Sequence[int]) -> Tensor:
         batch = tokenizer(  # on the right: an encoder counts its positions from the left end
@@ -118,6 +119,7 @@ def retrieval(
 
     Raises:
         OptionError: fewer than two articles, k below 1, or an embedding that is not finite.
+        DataError: an article is one string, or holds something else.
 
     Examples:
         >>> from hf_linattn.evaluation import retrieval
@@ -126,7 +128,7 @@ def retrieval(
     """
     require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
     require("k", k, k >= 1, "at least 1")
-    paragraphs = [paragraph for article in articles for paragraph in article]
+    paragraphs = [paragraph for article in articles for paragraph in require_texts("articles", article)]
     article = torch.tensor([number for number, article in enumerate(articles) for _ in article])
     options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
     queries, answers = halves(paragraphs)

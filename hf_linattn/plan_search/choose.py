@@ -33,7 +33,7 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
-from ..inference import require_tensors
+from ..inference import require_batches, require_tensors
 from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
@@ -129,7 +129,10 @@ def choose_plan(
 def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | None) -> list[Mapping[str, Tensor]]:
     """Return batches of text, none for None, once each is known to be what the model takes, which has a vocabulary."""
     require_vocabulary(model)
-    texts = [] if batches is None else list(batches)
+    if batches is None:
+        return []
+    require_batches(batches)
+    texts = list(batches)
     for batch in texts:
         require_tensors(model, batch)
     return texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..cards import (
 )
 from ..checkpoint_config import MODEL_TYPE
 from ..errors import CheckpointError
+from ..json_files import read_object
 from ..mechanisms import MECHANISMS
 from ..plan import PatchConfig
 from ..saved_config import read_patches
@@ -110,7 +110,7 @@ def patches_in(folder: Path) -> dict[str, PatchConfig] | None:
     file = folder / "config.json"
     if not file.is_file():
         return None
-    described = json.loads(file.read_text(encoding="utf-8")).get(MODEL_TYPE)
+    described = read_object(file, "save the model again").get(MODEL_TYPE)
     return None if described is None else read_patches(described)
 
 

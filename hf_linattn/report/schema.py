@@ -29,6 +29,7 @@ from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
+from ..reading import reading
 from ..versions import installed_version
 from .classifiers import MetricRow, ReadingRow
 from .samples import TextSample
@@ -311,9 +312,9 @@ class Report:
     def load(cls, directory: str | os.PathLike[str]) -> Report:
         """Read the `report.json` of a directory; see `from_json`."""
         path = Path(directory) / REPORT_FILE
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist; give the output directory of a recipe")
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        with reading("directory", directory, "give the output directory of a recipe"):
+            text = path.read_text(encoding="utf-8")
+        return cls.from_json(text)
 
 
 # written for readers of the JSON form, and computed again when it is read

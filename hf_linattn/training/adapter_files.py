@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
-from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE
+from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.config import require_count
@@ -166,6 +166,7 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
             " PeftModel, or put this one beside them with adapted.load_adapter(path, adapter_name)"
         )
     with reading("path", path, "give a folder that a recipe wrote with save_adapter, or its name on the Hub"):
+        read_adapter_config(Path(path))  # which names a damaged file
         config = PeftConfig.from_pretrained(path)
         state = load_peft_weights(path, device="cpu")
     if not isinstance(config, AdapterConfig):

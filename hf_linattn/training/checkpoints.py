@@ -87,7 +87,7 @@ def weight_faults(path: Path) -> Iterator[str]:
     if index.is_file():
         try:
             files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, AttributeError):  # the last three: JSON that is no index
             yield f"{index.name} is damaged"
             return
         yield from (f"no {file}" for file in sorted(files) if not (path / file).is_file())

@@ -12,6 +12,7 @@ from typing import Any
 from hf_linattn.atomic_io import is_writable, write_json
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.json_files import read_object
 from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
@@ -72,12 +73,7 @@ class RunDirectory:
     def finished(self, name: str) -> dict[str, Any] | None:
         """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
         file = self._file(name)
-        if not file.is_file():
-            return None
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{str(file)!r} is damaged ({error}); delete it to run that stage again") from error
+        return read_object(file, "delete it to run that stage again") if file.is_file() else None
 
     def record(self, name: str, result: Mapping[str, Any]) -> None:
         """Write the result of a stage, whole or not at all, from the main process only."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertModel
 
-from hf_linattn import OptionError, patch_model
+from hf_linattn import DataError, OptionError, patch_model
 from hf_linattn.evaluation import embed, retrieval
 from hf_linattn.evaluation.embeddings import Texts, embedding_scores
 from hf_linattn.evaluation.retrieval import retrieval_of_pairs
@@ -106,3 +106,5 @@ def test_what_cannot_be_measured_is_refused():
         retrieval(model, tokenizer, ARTICLES[:1])
     with pytest.raises(OptionError, match="k must be at least 1, got 0"):
         retrieval(model, tokenizer, ARTICLES, k=0)
+    with pytest.raises(DataError, match=r"articles must be a sequence of texts, got one string; pass \[text\]"):
+        retrieval(model, tokenizer, ["w5 w6", "w7 w8"])

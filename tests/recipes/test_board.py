@@ -238,3 +238,11 @@ def test_flags_are_left_out_with_their_values():
     flags = ["--row", "a", "--learning_rates", "1e-3", "-1", "--fp16=True", "--output-dir=x", "--seed", "1"]
     assert without(flags, {"row", "learning_rates", "output_dir"}) == ["--fp16=True", "--seed", "1"]
     assert without(flags, ()) == flags
+
+
+def test_a_recipe_or_a_board_in_another_encoding_is_named(tmp_path):
+    file = tmp_path / "latin.yaml"
+    file.write_text("seed: 1  # für mich\n", encoding="latin-1")
+    for given in ([str(file)], ["--row", "first", "--board", str(file)]):
+        with pytest.raises(OptionError, match=r"configuration file '.*latin\.yaml' is not UTF-8 .*; save it as UTF-8"):
+            parse_arguments(given)

@@ -106,6 +106,12 @@ def test_malformed_files_name_the_field(report, path, value, message):
         Report.from_json(changed(report, path, value))
 
 
+def test_a_report_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "report.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(CheckpointError, match=r"directory='.*' cannot be read: 'utf-8' codec .*; give the output"):
+        Report.load(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", ""])
 def test_not_a_report(text):
     with pytest.raises(CheckpointError, match="the report is"):
@@ -127,7 +133,7 @@ def test_save_and_load(report, tmp_path):
     path = report.save(tmp_path / "new" / "place")
     assert path.name == "report.json" and os.listdir(path.parent) == ["report.json"]
     assert Report.load(path.parent) == report
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*report\.json'; give the output directory"):
         Report.load(tmp_path)
 
 

@@ -9,10 +9,13 @@ import hf_linattn
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.mechanisms.performer import PerformerConfig
 from hf_linattn.training import Align, Calibrate, Distill, Distillation, Finetuning, Lengthen
+from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.arguments.flags import flags_of
 from tests.models import make_model
 from tests.recipes.test_distill import flags, run, weights
 from tests.recipes.test_finetune import command, material
 from tests.recipes.test_finetune import run as finetune
+from tests.training.test_finetuning import REQUIRED
 
 __all__ = ["material"]
 SAME = {
@@ -92,6 +95,22 @@ def test_a_plan_is_any_that_a_model_is_patched_with(tmp_path, plan, expected):
         assert found[0]["options"].items() >= expected[0]["options"].items()
         found[0]["options"] = expected[0]["options"]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("learning_rates", (1e-3, 3e-3), [1e-3, 3e-3]),
+        ("speed_lengths", range(64, 67), [64, 65, 66]),
+        ("lora_target_modules", {"q_proj", "k_proj"}, ["k_proj", "q_proj"]),
+        ("plan", ({"mechanism": "linear", "layers": [0]},), [{"mechanism": "linear", "layers": [0]}]),
+    ],
+)
+def test_several_values_come_in_whatever_holds_them(name, given, expected):
+    flags = flags_of({name: given}, {name})
+    required = [*REQUIRED[:2], *REQUIRED[4:]] if name == "plan" else REQUIRED
+    arguments = parse_arguments([*required, "--lora_rank", "2", *flags], DISTILLATION)
+    assert next(getattr(group, name) for group in arguments if hasattr(group, name)) == expected
 
 
 def test_data_sets_that_are_not_in_memory_are_refused_by_their_argument(material, tmp_path):

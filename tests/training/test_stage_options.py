@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from hf_linattn.training import finetuning
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.api import Finetuning
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
+from hf_linattn.training.arguments.parsing import UNBOUNDED
 from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.finetuning import fine_tune, rehearse
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
@@ -74,6 +75,17 @@ def test_what_no_stage_can_honour_is_refused_with_the_options(flags, message):
     with pytest.raises(OptionError, match=message) as refused:
         parse_arguments([*REQUIRED, "--use_cpu", "True", *flags.split()], DISTILLATION)
     assert "\n" not in str(refused.value)
+
+
+NUMBERS = [f.name for kind in DISTILLATION for f in fields(kind) if f.init and "float" in str(f.type)]
+SETTING = ("--lora_rank", "2", "--long_block_size", "512", "--long_tokens", "100000", "--use_cpu", "true")
+
+
+@pytest.mark.parametrize("name", sorted({*NUMBERS} - {*UNBOUNDED}))
+def test_a_number_that_is_not_finite_is_refused_by_its_name(name):
+    for number in ("inf", "nan"):
+        with pytest.raises(OptionError, match=name):
+            parse_arguments([*REQUIRED, *SETTING, f"--{name}", number], DISTILLATION)
 
 
 @pytest.mark.parametrize("has_instructions", [True, False])

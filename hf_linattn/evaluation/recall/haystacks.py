@@ -6,11 +6,12 @@ in the public domain: 10,700 words, about 14,000 tokens. RULER has essays that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...config import require_texts
 from ...errors import DataError
 
 NOISE = "The grass is green.|The sky is blue.|The sun is yellow.|Here we go.|There and back again.".split("|")
@@ -64,12 +65,7 @@ def words_of(haystack: Sequence[str] | None) -> tuple[str, ...]:
     """
     if haystack is None:
         return bundled_words()
-    if isinstance(haystack, str):
-        raise DataError("haystack must be a sequence of texts, got one string; pass [text]")
-    texts: list[Any] = list(haystack) if isinstance(haystack, Iterable) else [haystack]
-    if others := [text for text in texts if not isinstance(text, str)]:
-        raise DataError(f"haystack must be a sequence of texts, got {others[0]!r}; pass strings in a list")
-    words = tuple(word for text in texts for word in text.split())
+    words = tuple(word for text in require_texts("haystack", haystack) for word in text.split())
     if len(words) < FEWEST_WORDS:
         raise DataError(f"haystack has {len(words)} words of at least {FEWEST_WORDS}; give longer texts or none")
     return words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -64,6 +64,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the configuration file {str(path)!r} is not UTF-8 ({error}); save it as UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
         raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
     require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
@@ -71,7 +73,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def flags_of(options: Mapping[str, Any], known: set[str]) -> list[str]:
-    """Turn options into flags."""
+    """Turn options into flags; several values come as a list, a tuple, a range or a set."""
     flags: list[str] = []
     for name, value in options.items():
         if name not in known:
@@ -79,7 +81,9 @@ def flags_of(options: Mapping[str, Any], known: set[str]) -> list[str]:
         if value is False and name.endswith("_strategy"):
             value = "no"  # which YAML reads as False
         if value is not None:
-            data = isinstance(value, list) and any(isinstance(v, Mapping) for v in value)  # one value, not several
-            values = value if isinstance(value, list) and not data else [value]
+            value = sorted(value) if isinstance(value, Set) else value
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            data = several and any(isinstance(v, Mapping) for v in value)  # one value, not several
+            values = value if several and not data else [value]
             flags += [f"--{name}", *(json.dumps(v) if data or isinstance(v, Mapping) else str(v) for v in values)]
     return flags

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -20,6 +21,7 @@ from hf_linattn.training.arguments.refused import check_stages
 from hf_linattn.training.arguments.trainer import FinetuningArguments
 
 DEFAULT_LEARNING_RATES = [3e-4, 1e-3, 3e-3]
+UNBOUNDED = ("max_grad_norm",)  # inf: gradients are measured and not clipped
 
 
 class Arguments(NamedTuple):
@@ -70,8 +72,20 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
         raise unknown_option(unknown[0], known)
     arguments = Arguments(*parsed)
     check_stages(arguments.training, {plain_name(flag) for flag in flags if flag.startswith("--")})
+    _check_finite(arguments)
     _check_together(arguments)
     return arguments
+
+
+def _check_finite(arguments: Arguments) -> None:
+    """Raise `OptionError` for a number that is infinite or none, alone or among several."""
+    groups: tuple[Any, ...] = arguments
+    for group in groups:
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name, None)
+            numbers = value if isinstance(value, list) else [value]
+            finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
+            require(f.name, value, finite or f.name in UNBOUNDED, "finite")
 
 
 def _check_together(arguments: Arguments) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,6 +94,8 @@ class FinetuningArguments(TrainingArguments):
         self.output_dir = str(
             Path(self.output_dir or "").expanduser().resolve()
         )  # checkpoints refer to each other by it
+        for name in ("logging_steps", "eval_steps", "save_steps"):  # which transformers makes integers
+            require(name, getattr(self, name), getattr(self, name) != math.inf, "finite")
         if self.save_strategy == "no":
             self.load_best_model_at_end = False
         launched = os.environ.get(LAUNCHED, "no")

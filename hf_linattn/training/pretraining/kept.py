@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from hf_linattn.atomic_io import write_json, write_text
 from hf_linattn.errors import OptionError
+from hf_linattn.json_files import read_object
 from hf_linattn.training.corpus import installed_documentation
 from hf_linattn.training.pretraining.architectures import train_tokenizer
 from hf_linattn.training.same_run import difference, told_difference
@@ -63,7 +64,7 @@ def same_run_or_new(folder: Path, options: Mapping[str, Any]) -> None:
     if not file.is_file():
         write_json(file, now)
         return
-    started = json.loads(file.read_text(encoding="utf-8"))
+    started = read_object(file, "give another checkpoint_dir, or delete this one")
     name = difference(started, now)
     if name is not None:
         raise OptionError(
