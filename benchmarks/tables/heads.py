@@ -151,12 +151,12 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
         before = f"{run}, {UNTRAINED}"  # where its plan is not that of the other study
         named |= {name: name for name in (before, run) if f"{name} | {lengths[0]}" in texts}
     asked = sorted({int(key.split(" | ")[2]) for key in document["recall"]})
-    cells = [
-        [name, count(length), *(_share(row) if row else "" for row in rows)]
-        for name, key in named.items()
-        for length in asked
-        if any(rows := [recall.get(f"{key} | {task} | {length}") for task in NEEDLES])
-    ]
+    cells: list[list[str]] = []
+    for name, key in named.items():
+        for length in asked:
+            found = [recall.get(f"{key} | {task} | {length}") for task in NEEDLES]
+            if any(found):
+                cells.append([name, count(length), *(_share(row) if row else "" for row in found)])
     (samples,) = {row["num_samples"] for row in document["recall"].values()}
     what = (
         f"{document['model']}: the share of answers that are written, with its 95 % interval, {samples} prompts in"

@@ -25,7 +25,7 @@ from ..evaluation.recall import RecallPrompt, answer_prompts
 from ..evaluation.speed import SpeedRow, measure_speed, prefill_cache, random_input_ids
 from ..inference import evaluation_mode
 from ..patching import get_mechanisms, patch_model, unpatch_model
-from ..plan import Plan
+from ..plan import PatchConfig, Plan
 from ..training.adapters import add_adapters
 from ..training.arguments import FinetuningArguments
 from ..training.data import TrainingData
@@ -205,7 +205,7 @@ class StepTimes(TrainerCallback):
 
 
 @contextmanager
-def patched(model: PreTrainedModel, plan: Plan | None) -> Iterator[PreTrainedModel]:
+def patched(model: PreTrainedModel, plan: Plan | PatchConfig | None) -> Iterator[PreTrainedModel]:
     """Give a model the plan for a while; None leaves it as it is."""
     if plan is None:
         yield model
