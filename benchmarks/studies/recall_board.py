@@ -170,7 +170,7 @@ def measure(original: Original, plan: Plan, tokens: int, rate: float) -> Documen
 def draw(document: Document, path: Path) -> None:
     """Write the plot: needles and perplexity after the training against bytes, a panel for each of them and model."""
     models = list(document["originals"])
-    figure, panels = blank_figure("Recall and perplexity after the same training", 2 * len(models))
+    figure, panels = blank_figure("Recall and perplexity after the same training", 2 * len(models), len(models))
     for panel, (model, found) in zip(panels, product(models, (True, False)), strict=True):
         near: dict[tuple[float, float], dict[str, tuple[int, float]]] = {}  # points that share a label
         for row in (row for row in document["rows"] if row["model"] == model):

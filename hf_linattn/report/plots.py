@@ -239,12 +239,13 @@ def _title(report: Report, what: str) -> str:
     return f"{what}: {_short(report.base_model)}, {report.mechanism}"
 
 
-def blank_figure(title: str, panels: int) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a row of empty panels."""
-    figure = Figure(figsize=(5.6 * panels if panels > 1 else 6.4, 4.2), dpi=DPI, layout="constrained")
+def blank_figure(title: str, panels: int, rows: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure of empty panels, and these row by row; panels: of all rows."""
+    columns = panels // rows
+    figure = Figure(figsize=(5.6 * columns if panels > 1 else 6.4, 4.2 * rows), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color(INK)
