@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .masks import POSITIONS, sequence_ids
-from .ops.common.tracing import is_recorded
+from .ops.common.tracing import is_recorded, once
 from .pinning import replace_method
 
 SLICING = "_maybe_slice_kv_shared_inputs"  # the method of Gemma 4 that drops queries before layers with others' keys
@@ -28,7 +28,7 @@ def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...
     keys = {name: mask for name, mask in masks.items() if mask is not None and mask.dim() == 2}
     length = before[0].shape[1]
     packing = kwargs.get(POSITIONS), kwargs.get("cu_seq_lens_q"), next(iter(keys.values()), None)
-    if sequence_ids(*packing, length, length) is not None:  # dropped queries would not know their documents
+    if once(sequence_ids, *packing, length, length) is not None:  # dropped queries would not know their documents
         return *before, masks
     *sliced, pairs = getattr(type(part), SLICING)(part, *before, {**masks, **dict.fromkeys(keys)}, count, **kwargs)
     for name, mask in pairs.items():

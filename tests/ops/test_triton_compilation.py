@@ -7,7 +7,7 @@ import json
 from tests.ops.block_softmax import test_triton as block_softmax
 from tests.ops.hybrid import test_triton_decode as hybrid_decode
 from tests.ops.linear import test_triton as linear
-from tests.ops.triton_cases import run
+from tests.ops.triton_cases import run, sizes_in
 from tests.ops.window import test_triton as window
 from tests.ops.window import test_triton_decode as window_decode
 
@@ -24,13 +24,6 @@ for program in json.loads(sys.argv[2]):
     printed.append(output.getvalue())
 print(json.dumps(printed))
 """
-
-
-def sizes_in(found) -> list[int]:
-    """Return the numbers of a list, or of the values of a dict, however deep."""
-    if isinstance(found, int):
-        return [found]
-    return [size for x in (found.values() if isinstance(found, dict) else found) for size in sizes_in(x)]
 
 
 def test_every_kernel_compiles_for_a_gpu_and_fits_its_shared_memory():

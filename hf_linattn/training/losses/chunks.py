@@ -84,7 +84,7 @@ def replaced_head(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Ite
 def cast_once(project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a projection whose weight is cast now, where autocast would cast it again for every chunk.
 
-    Autocast keeps its copies of trained weights alone. Without the cast of a frozen one a chunk takes a third less.
+    Autocast keeps its copies of trained weights alone.
 
     Args:
         project: the `forward` of an output projection; what is no plain linear one is returned as it is.
