@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS, AttentionLayer, Mechanism
+from hf_linattn.testing.counters import flops_of
+from tests.helpers import assert_close
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 24, 20
 
@@ -40,6 +42,31 @@ def make_mask(length: int) -> Tensor:
     mask = torch.ones(3, length, dtype=torch.bool)
     mask[0, : length // 7], mask[1, length * 3 // 5 :], mask[2, 1:] = False, False, False
     return mask
+
+
+def share_of_products(mechanism: Mechanism, call: Callable[[], Any]) -> float:
+    """Return the counted products of a call with the C over those of PyTorch's operations."""
+    counts = []
+    for backend in ("torch", "auto"):
+        mechanism.backend = backend
+        counts.append(flops_of(call))
+    return counts[1] / counts[0]
+
+
+def check_gradients(mechanism: Mechanism, heads: list[Tensor], tolerance: float) -> None:
+    """Compare the gradients of the C with those of PyTorch's operations in float64, unmasked and with pads."""
+    length = heads[0].shape[2]
+    weight = torch.randn(3, HEADS, length, VALUE_DIM, generator=torch.Generator().manual_seed(2))
+    for key_padding_mask in (None, make_mask(length)):
+        real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
+        gradients = []
+        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
+            mechanism.to(dtype).backend = backend
+            operands = [x.to(dtype).requires_grad_() for x in heads]
+            output, _ = mechanism(*operands, key_padding_mask)
+            gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
+        for got, want in zip(*gradients, strict=True):
+            assert_close(got.double(), want, tolerance)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def sizes_in(found: Any) -> list[int]:
 
 
 def require_fit(program: str, count: int, least: int = 1) -> None:
-    """Check that a program compiles so many kernels, of which each fits: 99 KiB is what the smallest GPU has."""
+    """Check that a program compiles `count` kernels and that each fits: 99 KiB is what the smallest GPU has."""
     done = run(program, "all")
     assert done.returncode == 0, done.stderr
     sizes = sizes_in(json.loads(done.stdout))

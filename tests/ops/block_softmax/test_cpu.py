@@ -11,10 +11,17 @@ from hf_linattn.mechanisms.block_sparse import BlockSparseMechanism
 from hf_linattn.ops.block_softmax.autograd import Keys, continue_blocks
 from hf_linattn.ops.block_softmax.cpu import NATIVE_BLOCKS
 from hf_linattn.ops.common.numerics import LOWEST
-from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
 from tests.ops.block_softmax.cases import check_what_was_read_before
-from tests.ops.cpu_cases import HEADS, KV_HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.cpu_cases import (
+    HEADS,
+    KV_HEADS,
+    check_gradients,
+    make_heads,
+    make_mask,
+    make_mechanism,
+    share_of_products,
+)
 
 NAMES = [name for name in MECHANISMS.names() if issubclass(MECHANISMS.get(name), BlockSparseMechanism)]
 LENGTH = 333
@@ -81,11 +88,7 @@ def test_it_goes_on_from_what_was_read_before(variant):
 @torch.no_grad()
 def test_its_products_are_counted(variant):
     mechanism, heads = make_pattern("local", True), make_heads(3, LENGTH)
-    counts = []
-    for backend in ("torch", "auto"):
-        mechanism.backend = backend
-        counts.append(flops_of(lambda: mechanism(*heads)))
-    assert 0.7 < counts[1] / counts[0] < 1.1
+    assert 0.7 < share_of_products(mechanism, lambda: mechanism(*heads)) < 1.1
 
 
 @pytest.mark.covering(2)
@@ -94,17 +97,7 @@ def test_its_products_are_counted(variant):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "learned_sparse"])
 def test_gradients(variant, name, causal, block_size):
     mechanism, heads = make_pattern(name, causal, block_size=block_size), make_heads(3, LENGTH)
-    weight = torch.randn(3, HEADS, LENGTH, VALUE_DIM, generator=torch.Generator().manual_seed(2))
-    for key_padding_mask in (None, make_mask(LENGTH)):
-        real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
-        gradients = []
-        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
-            mechanism.to(dtype).backend = backend
-            operands = [x.to(dtype).requires_grad_() for x in heads]
-            output, _ = mechanism(*operands, key_padding_mask)
-            gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
-        for got, want in zip(*gradients, strict=True):
-            assert_close(got.double(), want, 1e-5)
+    check_gradients(mechanism, heads, 1e-5)
     assert variant
 
 

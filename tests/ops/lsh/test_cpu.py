@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from hf_linattn.ops.lsh import cpu as lsh
-from hf_linattn.testing.counters import flops_of
 from tests.helpers import assert_close
-from tests.ops.cpu_cases import HEADS, VALUE_DIM, make_heads, make_mask, make_mechanism
+from tests.ops.cpu_cases import (
+    check_gradients,
+    make_heads,
+    make_mask,
+    make_mechanism,
+    share_of_products,
+)
 
 SIZES = [  # buckets, bucket_size, rounds
     (8, 16, 4),  # runs of many lengths in every tile
@@ -69,11 +74,7 @@ def test_outputs_and_states(variant, calls, causal, shared_qk, sizes, length):
 def test_its_products_are_counted(variant, causal):
     """As many as there are pairs to look at; PyTorch's operations look at some more than they need."""
     mechanism, heads = make_lsh(causal, (8, 64, 4)), make_heads(3, 1999)
-    counts = []
-    for backend in ("torch", "auto"):
-        mechanism.backend = backend
-        counts.append(flops_of(lambda: mechanism(*heads)))
-    assert 0.4 < counts[1] / counts[0] <= 1
+    assert 0.4 < share_of_products(mechanism, lambda: mechanism(*heads)) <= 1
 
 
 @pytest.mark.covering(2)
@@ -82,17 +83,7 @@ def test_its_products_are_counted(variant, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients(variant, calls, causal, shared_qk, sizes):
     mechanism, heads = make_lsh(causal, sizes, shared_qk).train(), make_heads(3, 333)
-    weight = torch.randn(3, HEADS, 333, VALUE_DIM, generator=torch.Generator().manual_seed(2))
-    for key_padding_mask in (None, make_mask(333)):
-        real = 1 if key_padding_mask is None else key_padding_mask[:, None, :, None]
-        gradients = []
-        for backend, dtype in (("auto", torch.float32), ("torch", torch.float64)):
-            mechanism.to(dtype).backend = backend
-            operands = [x.to(dtype).requires_grad_() for x in heads]
-            output, _ = mechanism(*operands, key_padding_mask)
-            gradients.append(torch.autograd.grad((output * weight * real).sum(), operands))
-        for got, want in zip(*gradients, strict=True):
-            assert_close(got.double(), want, 2e-5)
+    check_gradients(mechanism, heads, 2e-5)
     assert calls
 
 
