@@ -34,14 +34,16 @@ def how_it_was_trained(folder: Path) -> dict[str, Any]:
     """Return a run's tokens, machine and teaching, its evaluations, and what its stages changed by position."""
     report, stages = Report.load(folder), folder / "stages"
     longer = stages / "long_training.json"
-    tried = [entry for entry in read(stages / "recovered_training.json")["history"] if "eval_loss" in entry]
+    trained = read(stages / "recovered_training.json")
+    tried = [entry for entry in trained["history"] if "eval_loss" in entry]
     return {
         "tokens": report.training.tokens, "teaching": report.training.teaching, "device": report.provenance.device,
         "threads": report.provenance.num_threads, "learning_rate": report.training.recovered_learning_rate,
         "evaluations": [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in tried],
-        "positions": read(stages / "recovered_training_positions.json"),
+        "seconds": trained["seconds"], "positions": read(stages / "recovered_training_positions.json"),
         "lengthened": None if not longer.is_file() else {
-            "tokens": read(longer)["tokens"], "positions": read(stages / "long_training_positions.json"),
+            **{name: read(longer)[name] for name in ("tokens", "seconds")},
+            "positions": read(stages / "long_training_positions.json"),
         },
     }  # fmt: skip
 
