@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .explain import explain_backend
-    from .longer_positions import extend_positions
     from .mechanisms import AttentionLayer, Mechanism, list_mechanisms, register_mechanism
     from .patching import (
         chunk_feed_forward,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     )
     from .plan import PatchConfig
     from .plan_search import choose_plan
+    from .positions.extend import extend_positions
     from .sensitivity import choose_layers, layer_sensitivity
 
 __version__ = "0.1.0"
@@ -96,7 +96,6 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "explain": ("explain_backend",),
-    "longer_positions": ("extend_positions",),
     "mechanisms": ("AttentionLayer", "Mechanism", "list_mechanisms", "register_mechanism"),
     "patching": (
         "chunk_feed_forward", "get_mechanisms", "get_patch_config", "is_patched", "original_attention", "patch_model",
@@ -104,6 +103,7 @@ _HOMES = {
     ),
     "plan": ("PatchConfig",),
     "plan_search": ("choose_plan",),
+    "positions.extend": ("extend_positions",),
     "sensitivity": ("choose_layers", "layer_sensitivity"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from .attention_call import causal_by_itself
 from .errors import UnsupportedModelError
 from .mechanisms import AttentionLayer
-from .rope import Rotation, find_rotation
+from .positions.rope import Rotation, find_rotation
 
 # where attention modules and configs keep their sizes, most specific first
 NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "decoder_self_attention_heads")  # RF-DETR

@@ -14,9 +14,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from . import architecture, pinning, saved_config, sliced_masks
 from . import transformers_bridge as bridge
 from .chunked_mlp import FeedForward
-from .longer_positions import undo_last_extension
 from .mechanisms import Mechanism
 from .plan import PatchConfig
+from .positions.extend import undo_last_extension
 from .tensor_parallel import require_heads_apart
 
 HOOKS = (  # where PyTorch keeps those of a module, and what was said of them

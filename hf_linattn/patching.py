@@ -20,9 +20,9 @@ from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
 from .config import require_count
 from .errors import OptionError, PatchError
-from .longer_positions import extend_positions, undo_last_extension
 from .mechanisms import AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
+from .positions.extend import extend_positions, undo_last_extension
 
 logger = logging.getLogger(__name__)
 

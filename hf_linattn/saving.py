@@ -33,10 +33,10 @@ from .atomic_io import mode_of_new_files, put_in_place, write_text
 from .attention_call import mechanism_of
 from .config import make_config
 from .errors import PatchError
-from .extended_parts import positions_of_parts
 from .patching import is_patched, patched_parts
 from .pinning import MOVED
 from .plan import PatchConfig
+from .positions.parts import positions_of_parts
 
 PLAIN_SAVE = PreTrainedModel.save_pretrained
 SIGNATURE = inspect.signature(PLAIN_SAVE)

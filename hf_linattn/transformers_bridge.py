@@ -2,7 +2,7 @@
 
 Seams used, each an official extension point: `AttentionInterface` and `AttentionMaskInterface` (one function each
 under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modules are attention is known to
-`architecture.py`, how models turn rotary heads to `rope.py`.
+`architecture.py`, how models turn rotary heads to `positions/rope.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .open_forwards import OpenForwards, require_unswitched
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, end_forward, once
 from .pinning import CHOICE, IMPLEMENTATION, refuse_paging, require_left_out
-from .position_tables import check_length, position_tables
+from .positions.tables import check_length, position_tables
 from .tensor_parallel import heads_apart, refuse_other_heads
 
 RECORD = "_hf_linattn_layers"  # the attribute of a transformers model that holds its PatchedModel

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModel, WhisperConfig, WhisperModel
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import HfLinattnError
-from hf_linattn.position_tables import position_tables
+from hf_linattn.positions.tables import position_tables
 from hf_linattn.support.tiny import tiny_config, tiny_model
 from tests.models import ARCHITECTURES, HEAD_DIM, LATENT, NUM_HEADS, make_latent, make_model
 

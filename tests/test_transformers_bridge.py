@@ -27,7 +27,7 @@ from hf_linattn import (
     patch_model,
 )
 from hf_linattn.masks import PositionArgument, sequence_ids
-from hf_linattn.position_tables import position_tables
+from hf_linattn.positions.tables import position_tables
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
 from tests.helpers import Snapshot, assert_close, generate, logits_of, loss_gradients, make_patched, make_tokens, pad
 from tests.models import ARCHITECTURES, CAUSAL, SPINE, make_model

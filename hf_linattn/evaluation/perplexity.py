@@ -33,7 +33,7 @@ from ..errors import DataError, OptionError, UnsupportedModelError
 from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
 from ..pinning import NAME_IN_MEMORY
-from ..position_tables import position_tables
+from ..positions.tables import position_tables
 from .next_token import logits_of_parts
 
 IGNORED_LABEL = -100

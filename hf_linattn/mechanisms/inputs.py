@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rope import Rotation
+from ..positions.rope import Rotation
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..architecture import root_model
 from ..config import require
 from ..errors import DataError, OptionError
-from ..position_tables import position_tables
+from ..positions.tables import position_tables
 from .gates import Gates
 from .options import SearchOptions
 from .recall_signal import is_known

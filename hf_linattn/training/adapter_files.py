@@ -33,7 +33,7 @@ from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.config import require_count
 from hf_linattn.errors import CheckpointError, PatchError
 from hf_linattn.plan import PatchConfig
-from hf_linattn.position_tables import position_tables
+from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import one_line, reading
 from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.transformers_bridge import MECHANISM

@@ -16,7 +16,7 @@ from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
 from hf_linattn.evaluation.perplexity import documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
-from hf_linattn.position_tables import position_tables
+from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import reading
 from hf_linattn.sentence_models import SentenceModel, is_sentence_model
 from hf_linattn.training.arguments import DataArguments, RecipeArguments

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, get_mechanisms, patch_model
-from hf_linattn.rope import find_rotation
+from hf_linattn.positions.rope import find_rotation
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .errors import UnsupportedModeError
-from .ops.common.tracing import is_known
+from ..errors import UnsupportedModeError
+from ..ops.common.tracing import is_known
 
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
 

@@ -15,7 +15,7 @@ from hf_linattn.errors import OptionError, PatchError, UnsupportedModelError
 from hf_linattn.support.tiny import tiny_config
 from tests.helpers import make_tokenizer
 from tests.models import make_model
-from tests.test_longer_positions import NEW, OLD, make, read, said_by
+from tests.positions.test_extend import NEW, OLD, make, read, said_by
 
 RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 BUCKETS = {**RELATIVE, "position_buckets": 8}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .blueprints import twin_of
+from ..blueprints import twin_of
 
 CHANGING = ("dynamic", "longrope")  # rope types whose angles depend on the longest position they were asked for
 NEAR = 1e-4  # from numbers of about one

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .blueprints import buffers_of, plain_attributes
-from .position_tables import position_configs
+from ..blueprints import buffers_of, plain_attributes
+from .tables import position_configs
 
 
 @dataclass

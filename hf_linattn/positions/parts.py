@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .blueprints import blueprint, plain_attributes, shapes
-from .errors import PatchError
-from .longer_positions import EXTENSIONS
-from .pinning import SHARED, free_config, nested_configs
-from .position_tables import position_configs
+from ..blueprints import blueprint, plain_attributes, shapes
+from ..errors import PatchError
+from ..pinning import SHARED, free_config, nested_configs
+from .extend import EXTENSIONS
+from .tables import position_configs
 
 
 @contextmanager

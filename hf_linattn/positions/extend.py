@@ -11,7 +11,7 @@ of the longer one, and what differs between the two is what has to change:
   A number that does more than count positions, as that of DeBERTa's relative distances, is refused.
 
 Rotary positions have no table: their config gets transformers' own rope parameters. What the methods make of rows and
-rotations is in `position_methods.py`.
+rotations is in `methods.py`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import architecture
-from .blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
-from .config import require, require_count
-from .errors import OptionError, PatchError, UnsupportedModelError
-from .pinning import modules_with_mechanisms, nested_configs, own_config
-from .position_changes import Extension, ModuleChange
-from .position_methods import KEEPING, OWN_LENGTH, ROPE_METHODS, TABLE_METHODS, UNSCALED
-from .position_tables import position_configs, served_positions
-from .reading import one_line
-from .saved_config import REGISTERING
+from .. import architecture
+from ..blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
+from ..config import require, require_count
+from ..errors import OptionError, PatchError, UnsupportedModelError
+from ..pinning import modules_with_mechanisms, nested_configs, own_config
+from ..reading import one_line
+from ..saved_config import REGISTERING
+from .changes import Extension, ModuleChange
+from .methods import KEEPING, OWN_LENGTH, ROPE_METHODS, TABLE_METHODS, UNSCALED
+from .tables import position_configs, served_positions
 
 logger = logging.getLogger(__name__)
 

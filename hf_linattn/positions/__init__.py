@@ -1,0 +1,1 @@
+"""Positions of a model: its tables, its rotary embeddings, and how they are extended."""
