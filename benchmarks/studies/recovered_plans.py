@@ -4,7 +4,8 @@
 
 Prompts and rows of text are those of `benchmarks.studies.choose_plan`, whose results are read for its plan before any
 training; of a run with another plan that is measured as well. Each run is the output folder of `recipes/distill.py`;
-its report says what it was trained with. `--suite` asks all kinds of recall, at one length. Results are written as
+its report says what it was trained with. `--length` and `--task`, each given as often as wanted, say what is asked:
+so `--length 4096 --samples 100` asks again what fewer prompts have answered at that length. Results are written as
 they come: a run that was stopped goes on.
 """
 
@@ -21,13 +22,14 @@ import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RECOVERED_PLANS_FILE, RESULTS, read
-from benchmarks.studies.choose_plan import FEWER_ROWS, LENGTH, LENGTHS, LONG_LENGTH, TASKS, Study
+from benchmarks.studies.choose_plan import FEWER_ROWS, KEEP, LENGTH, LENGTHS, LONG_LENGTH, TASKS, Study
 from benchmarks.studies.hard_key_plans import CHOICE, state_bytes
 from benchmarks.tables.heads import UNTRAINED
 from hf_linattn import PatchConfig, get_patch_config
 from hf_linattn.chosen_plan import ChosenPlan
-from hf_linattn.evaluation.recall import RECALL_TASKS
 from hf_linattn.report import Report
+
+NAMES_THERE = {ORIGINAL: ORIGINAL, UNTRAINED: f"{KEEP} heads, {CHOICE}"}  # in the results of the other study
 
 
 def how_it_was_trained(folder: Path) -> dict[str, Any]:
@@ -54,13 +56,15 @@ def main(
     runs: Annotated[list[Path], typer.Argument(help="output folders of recipes; their names are the rows'")],
     samples: Annotated[int, typer.Option(help="prompts of each kind and length")] = 20,
     rows: Annotated[int, typer.Option(help="rows of text for the perplexity")] = 16,
-    suite: Annotated[bool, typer.Option(help="ask all kinds of recall")] = False,
+    length: Annotated[list[int], typer.Option(help="tokens of the prompts")] = list(LENGTHS),  # noqa: B006
+    task: Annotated[list[str], typer.Option(help="kinds of recall")] = list(TASKS),  # noqa: B006
     dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     chosen: Annotated[Path, typer.Option(help="the results of the other study")] = RESULTS / CHOSEN_PLAN_FILE,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / RECOVERED_PLANS_FILE,
 ) -> None:
     """Measure and write the JSON."""
-    first = ChosenPlan.from_json(json.dumps(read(chosen)["choices"][CHOICE]))
+    elsewhere = read(chosen)
+    first = ChosenPlan.from_json(json.dumps(elsewhere["choices"][CHOICE]))
     study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.recovered_plans")
     original = study.model
     known = PatchConfig.from_plan(first, len(first.record.heads))
@@ -74,16 +78,14 @@ def main(
         if plan != known:
             asked.append((f"{folder.name}, {UNTRAINED}", original, plan))
         trained.append((folder.name, loaded, None))
-    for length, count in ((LENGTH, rows), (LONG_LENGTH, rows // FEWER_ROWS)):
+    for tokens, count in ((LENGTH, rows), (LONG_LENGTH, rows // FEWER_ROWS)):
         for name, study.model, plan in [*asked, *trained]:
-            study.perplexity(name, plan, length, count)
-    for length, task in product(LENGTHS, TASKS):
+            study.perplexity(name, plan, tokens, count)
+    for tokens, kind in product(length, task):
         for name, study.model, plan in [*asked, *trained]:
-            if name not in (ORIGINAL, UNTRAINED):  # these are in the results of the other study
-                study.recall(name, plan, task, length, samples)
-    for task in RECALL_TASKS if suite else ():
-        for name, study.model, plan in [*asked, *trained]:
-            study.recall(name, plan, task, LENGTH, samples)
+            known_cell = elsewhere["recall"].get(f"{NAMES_THERE.get(name)} | {kind} | {tokens}")
+            if known_cell is None or known_cell["num_samples"] < samples:
+                study.recall(name, plan, kind, tokens, samples)
     typer.echo(f"wrote {output}")
 
 

@@ -154,13 +154,15 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
     cells: list[list[str]] = []
     for name, key in named.items():
         for length in asked:
-            found = [recall.get(f"{key} | {task} | {length}") for task in NEEDLES]
+            asked_of = (f" | {task} | {length}" for task in NEEDLES)
+            found = [recall.get(f"{name}{cell}") or recall.get(f"{key}{cell}") for cell in asked_of]
             if any(found):
-                cells.append([name, count(length), *(_share(row) if row else "" for row in found)])
-    (samples,) = {row["num_samples"] for row in document["recall"].values()}
+                prompts = dict.fromkeys(row["num_samples"] for row in found if row)
+                shares = (_share(row) if row else "" for row in found)
+                cells.append([name, count(length), ", ".join(map(str, prompts)), *shares])
     what = (
-        f"{document['model']}: the share of answers that are written, with its 95 % interval, {samples} prompts in"
-        f" each cell, of another seed than the plan was chosen by.{_weights(document)}"
+        f"{document['model']}: the share of answers that are written, with its 95 % interval, and the number of"
+        f" prompts of each kind, of another seed than the plan was chosen by.{_weights(document)}"
     )
     columns = {
         f"perplexity, {count(length)} tokens": {
@@ -172,7 +174,7 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
     text += ", and the mean over the recall suite." if len(columns) > len(lengths) else "."
     rows = [[name, *(column.get(name, "") for column in columns.values())] for name in named]
     how = [_how(name, run) for name, run in document["runs"].items()]
-    return [*how, what, table(["model", "tokens", *NEEDLES], cells), text, table(["model", *columns], rows)]
+    return [*how, what, table(["model", "tokens", "prompts", *NEEDLES], cells), text, table(["model", *columns], rows)]
 
 
 def _suite_means(recall: dict[str, Document]) -> dict[str, dict[str, str]]:

