@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .errors import CheckpointError
 from .json_files import read_object
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -24,3 +25,26 @@ def read_adapter_config(folder: Path) -> Mapping[str, Any] | None:
         return None
     config = read_object(file, "save the adapter again")
     return config if config.get("peft_type") == ADAPTER_TYPE else None
+
+
+def base_of(option: str, name: str) -> str | None:
+    """Return the name of the model that an adapter of this library was made for; None where there is no adapter.
+
+    Args:
+        option: how errors call what names it. name: a folder, or a name on the Hub.
+
+    Raises:
+        CheckpointError: the file is damaged, or says no base.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    file = find_adapter_config_file(name)
+    config = None if file is None else read_adapter_config(Path(file).parent)
+    if config is None:
+        return None
+    if not (base := config.get("base_model_name_or_path")):
+        raise CheckpointError(
+            f"{option}={name!r} is an adapter that names no base; put the path or the name of the model that it was"
+            f" trained on into {CONFIG_FILE}, as base_model_name_or_path"
+        )
+    return str(base)

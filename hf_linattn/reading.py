@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from .adapter_config import base_of
 from .errors import CheckpointError, HfLinattnError
 
 # OSError: no such folder, no connection, not on the Hub; ValueError: no known model type, no tokenizer, broken JSON
@@ -51,7 +52,7 @@ def read_tokenizer(option: str, name: str) -> Any:
 
 
 def find_tokenizer(option: str, name: str) -> Any | None:
-    """Load a tokenizer as `read_tokenizer` does; None where no vocabulary was saved.
+    """Load a tokenizer as `read_tokenizer` does; None where no vocabulary was saved. An adapter has that of its base.
 
     Without one the Auto classes of transformers invent a tokenizer that knows no words for some model types.
 
@@ -61,6 +62,9 @@ def find_tokenizer(option: str, name: str) -> Any | None:
     from transformers import AutoTokenizer
 
     with reading(option, name, NEEDS_TOKENIZER):
+        base = base_of(option, name)
+        if base is not None and not is_there(name, TOKENIZER_FILE):
+            name = base
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except BaseException as error:  # a tokenizer without its files raises whatever its class does with no path

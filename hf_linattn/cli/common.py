@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..adapter_config import CONFIG_FILE, base_of
 from ..atomic_io import is_writable, write_json
 from ..command_errors import exit_with_one_line
 from ..config import require, require_count, require_known
@@ -151,11 +152,33 @@ def _write(document: Any, file: Path) -> None:
 
 
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:
-    """Load the model that this option names; `CheckpointError` if it cannot be read."""
+    """Load the model that this option names, an adapter of this library merged into its base.
+
+    Raises:
+        CheckpointError: it, or the base of an adapter, cannot be read.
+    """
     from ..hub import load_checkpoint
 
+    with reading_model(option, model) as name:
+        loaded = load_checkpoint(name, **options)
+    if name == model:
+        return loaded
+    from ..training.adapter_files import load_adapter
+
+    return load_adapter(loaded, model).merge_and_unload()  # type: ignore[no-any-return, operator]
+
+
+@contextmanager
+def reading_model(option: str, model: str) -> Iterator[str]:
+    """Give the name that a config and weights are read from, of an adapter its base; errors name the option."""
     with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
-        return load_checkpoint(model, **options)
+        base = base_of(option, model)
+        if base is None:
+            yield model
+            return
+    where = f"put its path, or its name on the Hub, into base_model_name_or_path of the {CONFIG_FILE} in {model!r}"
+    with reading(f"the base of {option}={model!r}", base, where):
+        yield base
 
 
 def read_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:

@@ -19,7 +19,6 @@ from ..recipe_files import locate
 from .bench import numbers
 from .common import (
     Json,
-    Model,
     check_writable,
     exit_on_error,
     read_language_model,
@@ -73,7 +72,7 @@ OPTIONS_OF = {
 
 def evaluate(
     context: typer.Context,
-    model: Model,
+    model: Annotated[str, typer.Argument(help="a folder, or a name on the Hub, of a model or of an adapter")],
     files: Annotated[list[Path] | None, typer.Argument(help="documents; of .jsonl, .csv, ... each row is one")] = None,
     max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,

@@ -10,8 +10,8 @@ import typer
 
 from ..config import LARGEST_COUNT, require, require_count
 from ..errors import DataError, OptionError
-from ..reading import read_tokenizer, reading
-from .common import read_model
+from ..reading import read_tokenizer
+from .common import read_model, reading_model
 
 TextColumn = Annotated[
     str, typer.Option("--text_column", "--text-column", help="rows: column of the texts in .jsonl, .csv, ...")
@@ -52,8 +52,8 @@ def is_classifier(model: str) -> bool:
     """Return whether a checkpoint was saved as a classifier of texts, as its config says."""
     from transformers import AutoConfig
 
-    with reading("model", model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
-        config = AutoConfig.from_pretrained(model)
+    with reading_model("model", model) as name:
+        config = AutoConfig.from_pretrained(name)
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 

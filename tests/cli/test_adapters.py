@@ -1,0 +1,78 @@
+"""A folder with an adapter stands where a command takes a model: its base is read, the adapter merged into it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linattn import patch_model
+from hf_linattn.adapter_config import CONFIG_FILE
+from hf_linattn.training.adapter_files import save_adapter
+from hf_linattn.training.adapters import add_adapters
+from tests.helpers import make_tokenizer
+from tests.models import make_model
+from tests.test_cli import answer, refuse
+
+TEXT = " ".join(f"w{5 + 3 * i % 20}" for i in range(60))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Llama with its tokenizer, an adapter of it, what both compute together, and a text."""
+    folder = tmp_path_factory.mktemp("adapters")
+    make_model("llama", std=0.3).save_pretrained(folder / "base")
+    make_tokenizer().save_pretrained(folder / "base")
+    adapted = add_adapters(patch_model(make_model("llama", std=0.3), "hybrid", layers="1", window_size=4), rank=2)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    save_adapter(adapted, folder / "adapter", str(folder / "base"))
+    merged = adapted.merge_and_unload().eval()
+    merged.save_pretrained(folder / "merged")
+    make_tokenizer().save_pretrained(folder / "merged")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def test_an_adapter_is_scored_as_the_model_that_it_makes_of_its_base(folder):
+    def scored(name):
+        return json.loads(answer("eval", folder / name, folder / "text.txt", "--max-length", 32, "--json"))
+
+    found, expected, base = scored("adapter"), scored("merged"), scored("base")
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
+    assert found["perplexity"] != pytest.approx(base["perplexity"], rel=1e-2)
+    assert found["model"] == str(folder / "adapter")
+
+
+def test_an_adapter_stands_beside_its_base_in_a_suite(folder, tmp_path):
+    document = json.loads(answer(
+        "eval", folder / "adapter", folder / "text.txt", "--suite", "language", "--original", folder / "base",
+        "--max-length", 32, "--output", tmp_path / "found.json", "--json",
+    ))  # fmt: skip
+    row = next(row for row in document["rows"] if row["metric"] == "perplexity")
+    for role, name in (("converted", "merged"), ("original", "base")):
+        alone = json.loads(answer(
+            "eval", folder / name, folder / "text.txt", "--suite", "language", "--max-length", 32, "--output",
+            tmp_path / f"{name}.json", "--json",
+        ))  # fmt: skip
+        same = next(other for other in alone["rows"] if other["metric"] == "perplexity")
+        assert row[role]["value"] == pytest.approx(same["converted"]["value"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        (None, "is an adapter that names no base; put the path or the name"),
+        ("gone/elsewhere", "the base of model='{folder}'='gone/elsewhere' cannot be read: "),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_said(base, message, folder, tmp_path):
+    config = json.loads((folder / "adapter" / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "base_model_name_or_path": base}))
+    said = refuse("eval", tmp_path, folder / "text.txt")
+    assert message.format(folder=tmp_path) in said and CONFIG_FILE in said
