@@ -16,6 +16,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,8 @@ KEEP, FEWER, SEEDS = 9, 5, (0, 1, 2)
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
 LONG_LENGTH, FEWER_ROWS = 8192, 4  # of text: rows this many times as long, this many times fewer
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
+FEWEST, LONGER_WINDOW = 4, {**WINDOW, "window_size": 512}
+FEWEST_HEADS = f"{FEWEST} heads, windows of {LONGER_WINDOW['window_size']}"
 COMMAND = "benchmarks.studies.choose_plan"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
 BATCH = 1  # prompts read at once: on a CPU, padding costs more than a batch saves
@@ -88,9 +91,8 @@ class Study:
 
         def measure() -> dict[str, Any]:
             processor = time.process_time()
-            chosen = choose_plan(
-                self.model, self.tokenizer, KEEP, replace={"streaming": WINDOW}, progress=True, **{**CHOICE, **options}
-            )
+            given = {"keep": KEEP, "replace": {"streaming": WINDOW}, **CHOICE, **options}
+            chosen = choose_plan(self.model, self.tokenizer, progress=True, **given)
             return {**json.loads(chosen.to_json()), "processor_seconds": time.process_time() - processor}
 
         return ChosenPlan.from_json(json.dumps(self.keep("choices", name, measure)))
@@ -183,11 +185,20 @@ def main(
     for name, plan in main_rows:
         study.perplexity(name, plan, LENGTH, rows)
     others = dict(other_plans(study, first))
-    for name, plan in others.items():
+    fewest = {
+        f"{FEWEST_HEADS}, seed {seed}": study.choose(
+            f"{FEWEST_HEADS}, seed {seed}", seed=seed, keep=FEWEST, replace={"streaming": LONGER_WINDOW}, lengths=None
+        )
+        for seed in SEEDS
+    }
+    for name, plan in {**others, **fewest}.items():
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
         study.perplexity(name, plan, LENGTH, rows)
-    few = [*main_rows, (FEWER_HEADS, others[FEWER_HEADS])]
+    (small, *_) = fewest.items()
+    for length, task in product(LENGTHS, TASKS):
+        study.recall(*small, task, length, samples)
+    few = [*main_rows, (FEWER_HEADS, others[FEWER_HEADS]), small]
     for name, plan in [*few, (EQUAL_BYTES, equal_windows(first.record, LONG_LENGTH))]:
         study.perplexity(name, plan, LONG_LENGTH, rows // FEWER_ROWS)
     for task in RECALL_TASKS:
