@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -111,13 +111,13 @@ class _EluPlusOne(torch.autograd.Function):
     """elu(x) + 1 in less time than F.elu takes; its derivative is min(elu(x) + 1, 1), so that it alone is kept."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         features = F.relu(x).add_(x.clamp(max=0).mul_(LOG2_E).exp2_())
         ctx.save_for_backward(features)
         return features
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return ctx.saved_tensors[0].clamp(max=1).mul(gradient)
 
 

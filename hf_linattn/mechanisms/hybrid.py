@@ -260,7 +260,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
             config.recall_error == "relative",
         )
 
-    def causal_in_place(self, query, key, value, lengths, starts, call=PLAIN):
+    def causal_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
+    ) -> tuple[Tensor, Any] | None:
         if self.in_blocks:
             return None
         weights = self.pair_weights(key, call)

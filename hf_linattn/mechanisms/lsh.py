@@ -198,7 +198,10 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         seen = (chosen | itself) & allowed
         return reference.softmax_matrix(query, key, self.layer.scaling, seen, sink=self.log_sink(query, call.sink))
 
-    def _hash(self, query, key, value, largest, count, begin, lengths) -> _Tokens:
+    def _hash(
+        self, query: Tensor, key: Tensor, value: Tensor, largest: Tensor, count: int | Tensor, begin: Tensor,
+        lengths: Tensor | None,
+    ) -> _Tokens:  # fmt: skip
         of_query, of_key = self.buckets(query, key, largest, count)
         if lengths is not None:  # pads have a bucket of their own, the last one
             behind = _behind(lengths, key.shape[2])[None, :, None]

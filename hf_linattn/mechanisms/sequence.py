@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,22 @@ class SequenceMechanism(Mechanism):
         """
         return None
 
-    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
+    def causal_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        state: Any, call: CallOptions = PLAIN,
+    ) -> tuple[Tensor, Any]:
         if key_padding_mask is None and sequence_ids is None:
             return self.run_hook(call, "causal_sequences", query, key, value, None, state)
         if sequence_ids is None and state is not None and key.shape[2] == 1:  # a step, of which some rows are pads
-            real = key_padding_mask[:, 0]
+            real = cast(Tensor, key_padding_mask)[:, 0]
             output, state = self.run_hook(call, "causal_sequences", query, key, value, real.long(), state)
             return output * real[:, None, None, None], state
         return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, state, call)
 
-    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids, call=PLAIN):
+    def bidirectional_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        call: CallOptions = PLAIN,
+    ) -> Tensor:
         if key_padding_mask is None and sequence_ids is None:
             return self.run_hook(call, "bidirectional_sequences", query, key, value, None)
         return self._each_sequence(query, key, value, key_padding_mask, sequence_ids, None, call)[0]
@@ -64,11 +70,14 @@ class SequenceMechanism(Mechanism):
         """Return `cross_state` of rows that start at position 0; `lengths` as in `causal_sequences`."""
         raise NotImplementedError
 
-    def cross_state(self, key, value, key_padding_mask):
+    def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Any:
         return self.cross_sequences(*from_the_left(key, value, key_padding_mask))
 
     @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
-    def _each_sequence(self, query, key, value, key_padding_mask, sequence_ids, state, call):
+    def _each_sequence(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        state: Any, call: CallOptions,
+    ) -> tuple[Tensor, Any]:
         batch, _, length, _ = query.shape
         if sequence_ids is None and once(_all_real, key_padding_mask):
             key_padding_mask = None

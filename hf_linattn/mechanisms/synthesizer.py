@@ -83,11 +83,11 @@ class SyntheticScores(nn.Module):
 class RandomScores(SyntheticScores):
     """s_ij = R_ij, `table` [H, L, L], first of unit variance."""
 
-    def __init__(self, config, layer, generator):
+    def __init__(self, config: SynthesizerConfig, layer: AttentionLayer, generator: torch.Generator):
         super().__init__(config, layer, generator)
         self.table = _gaussian((layer.num_heads, config.max_length, config.max_length), 1.0, generator)
 
-    def reader(self, dtype):
+    def reader(self, dtype: torch.dtype) -> ScoreBlocks:
         table = GradAccumulator(self.table)
 
         def read(query: Tensor, position: Tensor, num_keys: int) -> Tensor:
@@ -96,19 +96,19 @@ class RandomScores(SyntheticScores):
 
         return read
 
-    def pairs(self, query, query_position, key_position):
+    def pairs(self, query: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
         return self.table.to(query.dtype)[:, query_position[..., None], key_position].transpose(0, 1)
 
 
 class FactorisedScores(SyntheticScores):
     """s_ij = (R1)_i . (R2)_j, `left` and `right` [H, L, rank], first with products of unit variance."""
 
-    def __init__(self, config, layer, generator):
+    def __init__(self, config: SynthesizerConfig, layer: AttentionLayer, generator: torch.Generator):
         super().__init__(config, layer, generator)
         shape, size = (layer.num_heads, config.max_length, config.rank), config.rank**-0.25
         self.left, self.right = _gaussian(shape, size, generator), _gaussian(shape, size, generator)
 
-    def reader(self, dtype):
+    def reader(self, dtype: torch.dtype) -> ScoreBlocks:
         left, right = GradAccumulator(self.left.to(dtype)), self.right.to(dtype).mT
 
         def read(query: Tensor, position: Tensor, num_keys: int) -> Tensor:
@@ -117,7 +117,7 @@ class FactorisedScores(SyntheticScores):
 
         return read
 
-    def pairs(self, query, query_position, key_position):
+    def pairs(self, query: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
         left, right = (x.to(query.dtype) for x in (self.left, self.right))
         return (left[:, query_position][..., None, :] @ right[:, key_position].mT).squeeze(-2).transpose(0, 1)
 
@@ -144,14 +144,14 @@ class TwoLayers(nn.Module):
 class DenseScores(SyntheticScores):
     """s_ij = (relu(q_i W1 + b1) W2 + b2)_j."""
 
-    def __init__(self, config, layer, generator):
+    def __init__(self, config: SynthesizerConfig, layer: AttentionLayer, generator: torch.Generator):
         super().__init__(config, layer, generator)
         self.layers = TwoLayers(layer, config.max_length, generator)
 
-    def reader(self, dtype):
+    def reader(self, dtype: torch.dtype) -> ScoreBlocks:
         return lambda query, position, num_keys: self.layers(query, num_keys)
 
-    def pairs(self, query, query_position, key_position):
+    def pairs(self, query: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
         table = self.layers(query)
         return table.gather(-1, key_position[:, None].expand(*table.shape[:3], -1))
 
@@ -159,20 +159,20 @@ class DenseScores(SyntheticScores):
 class FactorisedDenseScores(SyntheticScores):
     """s_ij = a(q_i)_(j div w) b(q_i)_(j mod w) with w = ceil(sqrt L), a and b of two layers each."""
 
-    def __init__(self, config, layer, generator):
+    def __init__(self, config: SynthesizerConfig, layer: AttentionLayer, generator: torch.Generator):
         super().__init__(config, layer, generator)
         self.width = math.isqrt(config.max_length - 1) + 1
         self.coarse = TwoLayers(layer, -(-config.max_length // self.width), generator)
         self.fine = TwoLayers(layer, self.width, generator)
 
-    def reader(self, dtype):
+    def reader(self, dtype: torch.dtype) -> ScoreBlocks:
         def read(query: Tensor, position: Tensor, num_keys: int) -> Tensor:
             coarse = self.coarse(query, -(-num_keys // self.width))
             return (coarse[..., None] * self.fine(query)[..., None, :]).flatten(-2)[..., :num_keys]
 
         return read
 
-    def pairs(self, query, query_position, key_position):
+    def pairs(self, query: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
         coarse, fine = self.coarse(query), self.fine(query)
         index = key_position[:, None].expand(*query.shape[:3], -1)
         return coarse.gather(-1, index // self.width) * fine.gather(-1, index % self.width)
@@ -263,7 +263,7 @@ class SynthesizerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, call: CallOptions,
-        end: Tensor | None = None, *, begins=False,
+        end: Tensor | None = None, *, begins: bool = False,
     ) -> Tensor:
         """Return attention of queries at `position` [B or 1, N] to keys before `end` [B or 1], or up to their own.
 

@@ -114,12 +114,18 @@ class VqMechanism(SoftmaxTypeMechanism, SequenceMechanism):
                 self._buffers[name] = before.to(after.device)
         return self
 
-    def causal_attention(self, query, key, value, key_padding_mask, sequence_ids, state, call=PLAIN):
+    def causal_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        state: CodeState | None, call: CallOptions = PLAIN,
+    ) -> tuple[Tensor, CodeState | None]:
         if state is None:
             self._remember(key, key_padding_mask)
         return super().causal_attention(query, key, value, key_padding_mask, sequence_ids, state, call)
 
-    def bidirectional_attention(self, query, key, value, key_padding_mask, sequence_ids, call=PLAIN):
+    def bidirectional_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
+        call: CallOptions = PLAIN,
+    ) -> Tensor:
         self._remember(key, key_padding_mask)
         return super().bidirectional_attention(query, key, value, key_padding_mask, sequence_ids, call)
 

@@ -144,7 +144,11 @@ class _AttendBlocks(torch.autograd.Function):
     """Keeps no pair for the backward pass, which makes the weights again."""
 
     @staticmethod
-    def forward(ctx, what, gradients, before, before_log, gate, query, key, value, *shared):
+    def forward(
+        ctx: Any, what: tuple[BlockSoftmax, list[Any], int, float, bool, int, bool], gradients: list[Any],
+        before: Tensor | None, before_log: Tensor | None, gate: Tensor | None, query: Tensor, key: Tensor,
+        value: Tensor, *shared: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         blocks, known, block_size, scaling, causal, begun, exact = what
         # differences to the output are gradients, for which half precision has too few digits
         output = empty_output(query, value, exact)
@@ -160,12 +164,13 @@ class _AttendBlocks(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, grad, log_grad):
+    def backward(ctx: Any, grad: Tensor, log_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log, before, before_log, gate, *shared = ctx.saved_tensors
         blocks, known, block_size, scaling, causal, begun, _ = ctx.what
         grad = dense_rows(grad)
         d_query, (d_key, d_value) = empty_like(query), map(zeros_like, (key, value))
-        d_shared, d_before, d_gate = [zeros_like(x) for x in shared], (None, None), None
+        d_shared, d_gate = [zeros_like(x) for x in shared], None
+        d_before: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if before is not None:
             d_before = empty_like(before), torch.empty_like(before_log)
             d_gate = None if gate is None else torch.empty_like(before_log)

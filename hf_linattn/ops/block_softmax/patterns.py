@@ -161,7 +161,7 @@ def _make_table(pattern: Pattern, num_blocks: int, causal: bool, first: int = 0)
 
 
 def make_bias(
-    pattern, part: Part, causal: bool, lengths: Tensor | None, like: Tensor, dtype: torch.dtype | None = None
+    pattern: Pattern, part: Part, causal: bool, lengths: Tensor | None, like: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return what the scores of a part get [T or 1, H or 1, C or 1, K], with `lengths` for each row: [B, T, ...]."""
     size, shared, device = part.size, part.shared, like.device

@@ -86,7 +86,10 @@ def block_softmax_backward_triton(
         **sizes, CAUSAL=causal, BIASED=biased,
     )  # fmt: skip
 
-    def give(key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings, size: int, offset: int, causal):
+    def give(
+        key: Tensor, value: Tensor, d_key: Tensor, d_value: Tensor, meetings: tuple[Tensor, Tensor], size: int,
+        offset: int, causal: bool,
+    ) -> None:  # fmt: skip
         met_by, met_from = meetings
         parts, number = d_key.shape[0], met_from.shape[1] - 1
         grid = (batch * heads * number * -(-size // sizes["COLUMNS"]), parts)
@@ -108,7 +111,10 @@ def block_softmax_backward_triton(
             gradient += part.sum(0)
 
 
-def _reverse_before(before, before_log, d_before, d_before_log, grad, log, weight_grad, rows, begun) -> None:
+def _reverse_before(
+    before: Tensor, before_log: Any, d_before: Any, d_before_log: Any, grad: Tensor, log: Tensor, weight_grad: Tensor,
+    rows: slice, begun: int,
+) -> None:  # fmt: skip
     """Write the gradients of what queries in `rows` begin with: its share of the output's, as every value's."""
     start = max(rows.start, begun)
     if start >= rows.stop:

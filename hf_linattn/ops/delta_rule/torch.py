@@ -54,7 +54,9 @@ def _units(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
     return unit_length(x if feature_map is None else feature_map(x))
 
 
-def _single_token(query, key, value, beta, log_gate, memory):
+def _single_token(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, log_gate: Tensor | None, memory: Tensor
+) -> tuple[Tensor, Tensor]:
     """One token of each row, as in decoding: what it changes in the state, which is then read."""
     memory = memory if log_gate is None else memory * log_gate.exp()[..., None]
     memory = memory + key.mT @ (beta[..., None] * (value - key @ memory))

@@ -205,7 +205,10 @@ def _before(
     return log, state
 
 
-def _far(query, key, value, weights: HybridWeights, state: LinearState | None, place: Tensor, reverse: bool = False):
+def _far(
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, state: LinearState | None, place: Tensor,
+    reverse: bool = False,
+) -> tuple[LinearState, Tensor]:  # fmt: skip
     """Write the attention of query i to key i and all before it, or if `reverse` after it; return state and log."""
     maps, rate = specs_of(weights.query_map, weights.key_map), weights.decay_rate
     decay = None if rate is None else (-rate[:, None]).expand(key.shape[:3])
@@ -214,8 +217,9 @@ def _far(query, key, value, weights: HybridWeights, state: LinearState | None, p
 
 
 def _join_near(
-    query, key, value, weights: HybridWeights, output: Tensor, far: Tensor, log: Tensor, start: int, causal: bool
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, output: Tensor, far: Tensor, log: Tensor,
+    start: int, causal: bool,
+) -> Tensor:  # fmt: skip
     """Return the output [B, H, N, Dv], made in `output`, where `far` stands already unless it is joined afterwards.
 
     log: [B, Hkv, G, N], that of far weights; it is overwritten. start: the first query that has far keys.
@@ -232,8 +236,8 @@ def _join_near(
 
 
 def _read_near(
-    query, key, value, weights: HybridWeights, output: Tensor, log: Tensor, causal: bool, gate: Tensor | None = None,
-    begin: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, output: Tensor, log: Tensor, causal: bool,
+    gate: Tensor | None = None, begin: bool = False,
 ) -> None:  # fmt: skip
     """Read the window and the sinks, from what stands in `output` and `log` on unless to `begin`; write both."""
     window, sinks = weights.window_size, weights.num_sinks

@@ -168,7 +168,9 @@ def _to_blocks(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _behind_open_block(query, key, value, state: MixedState, opened: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _behind_open_block(
+    query: Tensor, key: Tensor, value: Tensor, state: MixedState, opened: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows that begin with their open block, whose queries are of no use: new tokens stand behind `opened`."""
     size, length = state.key.shape[2], key.shape[2]
     place = torch.arange(-(-(size - 1 + length) // size) * size, device=key.device)
@@ -295,7 +297,9 @@ def _squares(roots: Tensor, value: Tensor, far: list[_Far], seen: Tensor) -> Ten
     return output / torch.maximum(count * least, weight)[..., None]
 
 
-def _one_token(query, key, value, weights: MixedWeights, state: MixedState) -> tuple[Tensor, MixedState]:
+def _one_token(
+    query: Tensor, key: Tensor, value: Tensor, weights: MixedWeights, state: MixedState
+) -> tuple[Tensor, MixedState]:
     """One token of each row, as in decoding: it is put into its open block, which may be complete with it."""
     size, opened = weights.block_size, state.length % weights.block_size
     place = torch.arange(size, device=key.device)

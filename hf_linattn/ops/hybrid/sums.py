@@ -41,7 +41,10 @@ class Rows(NamedTuple):
     padded: bool  # whether `end` may be less than N
 
 
-def make_rows(query, key, value, weights: HybridWeights, lengths, state: HybridState | HardKeyState | None) -> Rows:
+def make_rows(
+    query: Tensor, key: Tensor, value: Tensor, weights: HybridWeights, lengths: Tensor | None,
+    state: HybridState | HardKeyState | None,
+) -> Rows:  # fmt: skip
     """Put together what a call reads; sinks that are still to come are zero."""
     batch, kv_heads, length, _ = key.shape
     start = torch.zeros(1, dtype=torch.long, device=key.device) if state is None else state.length

@@ -108,7 +108,9 @@ def _near(
     return exact_sums(query, keys, values, hidden, weights)
 
 
-def _hidden_at_ends(rows: Rows, sinks: int, first: int, chunks: tuple[int, int], sides, causal: bool) -> Tensor:
+def _hidden_at_ends(
+    rows: Rows, sinks: int, first: int, chunks: tuple[int, int], sides: tuple[int, int], causal: bool
+) -> Tensor:
     """Which of [sinks, window] are not there, or there as a sink already: [B or 1, 1, T, 1, C, S + K]."""
     (number, size), (left, right) = chunks, sides
     device = rows.key.whole.device
@@ -154,7 +156,9 @@ def _far(
         yield first, Sums(total[..., :-1], total[..., -1], log.expand(total.shape[:-1])), state
 
 
-def _far_keys(rows: Rows, weights: HybridWeights, first: int, last: int, end: Tensor, backwards: bool):
+def _far_keys(
+    rows: Rows, weights: HybridWeights, first: int, last: int, end: Tensor, backwards: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return features, values and log scales (None if all zero) of the keys beside the queries from `first` on."""
     length, span = rows.key.whole.shape[2], (first - weights.reach, last - weights.reach)
     index = torch.arange(first, last, device=end.device)

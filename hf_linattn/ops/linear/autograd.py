@@ -111,7 +111,9 @@ def attend(
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kernels, how, weighed, reverse, *tensors):
+    def forward(
+        ctx: Any, kernels: Kernels, how: Any, weighed: bool, reverse: bool, *tensors: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         count = len(Operands._fields)
         operands, parameters = Operands(*tensors[:count]), tensors[count:]
         sums = kernels.forward(how, operands, parameters, None, True, True)
@@ -124,13 +126,15 @@ class _LinearAttention(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, d_output, d_log, d_kv, _):
+    def backward(
+        ctx: Any, d_output: Tensor | None, d_log: Tensor | None, d_kv: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, ...]:
         count = len(Operands._fields)
         saved = ctx.saved_tensors  # once: what is recomputed for it is given away
         operands, saved = Operands(*saved[:count]), saved[count:]
         parameters, saved = saved[: ctx.count], saved[ctx.count :]
         known = Sums._fields.index("kept")
-        sums = Sums(*saved[:known], kept=saved[known:])
+        sums = Sums(*saved[:known])._replace(kept=saved[known:])
         d_output = torch.zeros_like(sums.output, dtype=operands.value.dtype) if d_output is None else d_output
         needed = ctx.needs_input_grad[4 + count :]
         d_kv = None if d_kv is None else d_kv.contiguous()

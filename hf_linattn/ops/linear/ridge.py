@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +52,14 @@ def ridge_attention(
     return output if key_padding_mask is None else output * key_padding_mask[:, None, :, None]
 
 
-def _solve(key, value, key_map, penalty, key_padding_mask):
+def _solve(
+    key: Tensor, value: Tensor, key_map: FeatureMap, penalty: Tensor, key_padding_mask: Tensor | None
+) -> Tensor:
     """Return W [B, Hkv, F, Dv], found without gradients and then refined by a step that has those of the solution."""
     mask = value.new_ones(1, key.shape[2]) if key_padding_mask is None else key_padding_mask.to(value)
     split = [x.split(SEGMENT_SIZE, dim=2) for x in (key, value, mask[:, None, :, None])]
 
-    def parts():
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
         for keys, values, real in zip(*split, strict=True):
             features = key_map(keys).values
             yield features * (inverse_length(features) * real), values
@@ -78,7 +81,7 @@ def _solve(key, value, key_map, penalty, key_padding_mask):
     return solution + torch.cholesky_solve(left, factor)
 
 
-def _solve_for_keys(features, value, penalty, together=None):
+def _solve_for_keys(features: Tensor, value: Tensor, penalty: Tensor, together: Tensor | None = None) -> Tensor:
     """Return (B B^T + penalty I)^-1 V, with which B^T gives the same W: less where there are fewer keys than features.
 
     `together` [B, 1, N, N]: the pairs of B B^T that there are; None for all.
@@ -102,7 +105,10 @@ def _factor(gram: Tensor, penalty: Tensor, together: Tensor | None = None) -> Te
     return torch.linalg.cholesky(gram)
 
 
-def _all_sequences(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids):
+def _all_sequences(
+    query: Tensor, key: Tensor, value: Tensor, query_map: FeatureMap, key_map: FeatureMap, penalty: Tensor,
+    key_padding_mask: Tensor | None, sequence_ids: Tensor,
+) -> Tensor:  # fmt: skip
     """All at once, by the pairs of tokens, no more than a token has features: a block of them for each sequence."""
     together = (sequence_ids[:, :, None] == sequence_ids[:, None, :])[:, None]
     real = 1.0 if key_padding_mask is None else key_padding_mask.to(value)[:, None, :, None]
@@ -115,9 +121,12 @@ def _all_sequences(query, key, value, query_map, key_map, penalty, key_padding_m
 
 
 @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
-def _each_sequence(query, key, value, query_map, key_map, penalty, key_padding_mask, sequence_ids):
+def _each_sequence(
+    query: Tensor, key: Tensor, value: Tensor, query_map: FeatureMap, key_map: FeatureMap, penalty: Tensor,
+    key_padding_mask: Tensor | None, sequence_ids: Tensor,
+) -> Tensor:  # fmt: skip
     output = value.new_zeros(*query.shape[:3], value.shape[3])
     for group in find_sequences(query.shape[0], query.shape[2], key_padding_mask, sequence_ids, query.device):
-        heads = [group.take(x) for x in (query, key, value)]
+        heads = group.take(query), group.take(key), group.take(value)
         output = group.put(ridge_attention(*heads, query_map, key_map, penalty, group.present), output)
     return output

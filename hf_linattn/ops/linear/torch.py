@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -292,7 +292,9 @@ def chunk_sums(
     return total, top if decay is None else top + decay, LinearState(kv, after[:, :, -1].clone())
 
 
-def _plain_sums(query, key, value, scores, state: LinearState, packing: _Packing | None):
+def _plain_sums(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, state: LinearState, packing: _Packing | None
+) -> tuple[Tensor, None, LinearState]:
     """`chunk_sums` of keys without log scales, given the scores of the pairs [B, Hkv, T, G, C, C]."""
     left, shape = None, scores.shape[:5]
     if packing is not None:
@@ -315,19 +317,23 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.flatten(0, 2), right.flatten(0, 2))
 
 
-def _passage(largest: Tensor, passed: Tensor | None, state: LinearState, packing: _Packing | None, is_open: bool):
+def _passage(
+    largest: Tensor, passed: Tensor | None, state: LinearState, packing: _Packing | None, is_open: bool
+) -> tuple[Tensor, Tensor, Callable[..., tuple[Tensor, Tensor]]]:
     """Return the largest log scales before each chunk and after it, and what reads and folds the state."""
     log_max = state.log_max.detach()
     if is_open:
         passage = Passage(largest, largest, passed, log_max, None if packing is None else packing.goes_on)
-        return passage.before, passage.after, passage.read_and_fold
+        return cast(Tensor, passage.before), cast(Tensor, passage.after), passage.read_and_fold
     before, after = _running_max(largest, passed, log_max, packing)
     log_left = (before if passed is None else before + passed) - after
     left = fast_exp(log_left if packing is None else log_left.masked_fill(~packing.goes_on, LOWEST))
     return before, after, functools.partial(_read_and_fold, left=left)
 
 
-def _running_max(largest: Tensor, passed: Tensor | None, log_max: Tensor, packing: _Packing | None):
+def _running_max(
+    largest: Tensor, passed: Tensor | None, log_max: Tensor, packing: _Packing | None
+) -> tuple[Tensor, Tensor]:
     """Return the largest log scales [B, Hkv, T] before each chunk and after it, given those of its own keys."""
     maxima = [log_max]
     for chunk, own in enumerate(largest.clamp(min=LOWEST / 2).unbind(2)):
@@ -337,7 +343,9 @@ def _running_max(largest: Tensor, passed: Tensor | None, log_max: Tensor, packin
     return torch.stack(maxima[:-1], dim=2), torch.stack(maxima[1:], dim=2)
 
 
-def _read_and_fold(query, key, value, kv: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor]:
+def _read_and_fold(
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, left: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the products with what stood in the state before each chunk [B, Hkv, T, G C, Dv + 1], and the new state.
 
     `left` [B, Hkv, T]: what is left of the state after each chunk; None if all.

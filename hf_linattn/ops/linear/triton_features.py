@@ -58,7 +58,10 @@ def make_features(
 
 class _MakeFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, spec, mask, scaled):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: FeatureMapSpec, mask: Tensor | None,
+        scaled: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         features, log_scale = read(x, spec, mask, scaled)
         ctx.save_for_backward(x, weight, bias, features)
         ctx.spec = spec._replace(weight=None, bias=None)
@@ -67,7 +70,7 @@ class _MakeFeatures(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, gradient, log_gradient):
+    def backward(ctx: Any, gradient: Tensor, log_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, features = ctx.saved_tensors
         slopes = read_back(features, gradient, ctx.spec.activation)
         of_x, of_weight, of_bias = slopes, None, None

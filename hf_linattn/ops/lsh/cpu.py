@@ -168,7 +168,9 @@ class _AttendBuckets(torch.autograd.Function):
     """Keeps no pair for the backward pass, which makes the weights again."""
 
     @staticmethod
-    def forward(ctx, query, key, value, buckets, scaling):
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scaling: float
+    ) -> tuple[Tensor, Tensor]:
         output, log = empty_output(query, value), query.new_empty(query.shape[:4])
         bucket_softmax(query, key, value, output, log, *buckets, scaling)
         ctx.save_for_backward(query, key, value, output, log)
@@ -177,7 +179,7 @@ class _AttendBuckets(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, grad, log_grad):
+    def backward(ctx: Any, grad: Tensor, log_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log = ctx.saved_tensors
         grad, weight_grad = dense_rows(grad), (grad * output).sum(-1) - log_grad
         gradients = [torch.zeros_like(x) for x in (query, key, value)]

@@ -14,7 +14,7 @@ Rounds come first in all shapes here: [R, B, H, N].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +196,7 @@ class _Tiles(NamedTuple):
     own: Tensor | None  # [R, Q + 1]
     width: int  # keys of a tile
 
-    def chunks(self, *of_keys: Tensor):
+    def chunks(self, *of_keys: Tensor) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """Yield (queries [t, TILE], visible [t, TILE, width], windows) for a few tiles at a time.
 
         windows: [t, width, ...] of each of the tensors `of_keys` [B Hkv M, ...]. They are brought into the order of
@@ -295,7 +295,9 @@ class _RunAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, scaling, tiles):
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, tiles: _Tiles
+    ) -> tuple[Tensor, Tensor]:
         output, log_sum = _attend_runs(query, key, value, scaling, tiles)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.scaling, ctx.tiles = scaling, tiles
@@ -303,7 +305,7 @@ class _RunAttention(torch.autograd.Function):
 
     @staticmethod
     @one_at_a_time
-    def backward(ctx, output_grad, log_sum_grad):
+    def backward(ctx: Any, output_grad: Tensor, log_sum_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         query_grad, key_grad, value_grad = (torch.zeros_like(x) for x in (F.pad(query, (0, 0, 0, 1)), key, value))
         offset = F.pad((output_grad * output).sum(-1) - log_sum_grad, (0, 1))
@@ -322,7 +324,9 @@ class _RunAttention(torch.autograd.Function):
         return query_grad[:-1], key_grad, value_grad, None, None
 
 
-def _attend_runs(query, key, value, scaling, tiles) -> tuple[Tensor, Tensor]:
+def _attend_runs(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, tiles: _Tiles
+) -> tuple[Tensor, Tensor]:
     """Return the output [Q, Dv] and the log of its weights [Q]."""
     count = len(query)
     top = query.new_full((count + 1,), LOWEST / 2)
@@ -348,7 +352,7 @@ def _attend_runs(query, key, value, scaling, tiles) -> tuple[Tensor, Tensor]:
     return output, log_sum
 
 
-def _scores(query, scaling, queries, keys, visible) -> Tensor:
+def _scores(query: Tensor, scaling: float, queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
     """Return the scaled scores [t, TILE, width] in powers of two, see `fast_exp`; LOWEST where hidden."""
     scores = (pick(query, queries.clamp(max=len(query) - 1)) * (scaling / LN_2)) @ keys.mT
     return scores.masked_fill_(visible.bool(), LOWEST)

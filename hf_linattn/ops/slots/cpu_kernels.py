@@ -86,7 +86,9 @@ class _SegmentMeans(torch.autograd.Function):
     """Of some of the rows; gradients go where they are said to be added up, or on."""
 
     @staticmethod
-    def forward(ctx, rows, weight, size, start, length, *where):
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, size: int, start: int, length: int, *where: Any
+    ) -> tuple[Tensor, Tensor]:
         part, of_part = rows.narrow(2, start, length), weight.narrow(2, start, length)
         count = length // size
         mean, total = rows.new_empty(*rows.shape[:2], count, rows.shape[3]), rows.new_empty(*rows.shape[:2], count)
@@ -97,7 +99,7 @@ class _SegmentMeans(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, d_mean, d_total):
+    def backward(ctx: Any, d_mean: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
         *heads, mean, total = ctx.saved_tensors
         pairs = list(zip(heads, ctx.where, strict=True))
         gradients = [torch.zeros_like(x) if where is None else where.begun(x) for x, where in pairs]

@@ -226,7 +226,9 @@ def _shifted(blocks: Tensor, steps: int, fill: int = 0) -> Tensor:
     return padded[:, :, after : after + blocks.shape[2]]
 
 
-def _make_rows(query, key, value, codebook: Tensor, size: int, end: Tensor, coded: bool) -> _Rows:
+def _make_rows(
+    query: Tensor, key: Tensor, value: Tensor, codebook: Tensor, size: int, end: Tensor, coded: bool
+) -> _Rows:
     """Cut up query [B, H, N, D], key and value [B, Hkv, N, .]; codes are looked up only if any will count."""
     missing = -key.shape[2] % size
     code = key.new_full(key.shape[:3], NONE, dtype=torch.long)

@@ -79,7 +79,10 @@ def attend_window(
 
 class _AttendWindow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, what, gradients, before, before_log, query, key, value):
+    def forward(
+        ctx: Any, what: tuple[WindowSoftmax, Window, float, int, bool], gradients: list[Any], before: Tensor | None,
+        before_log: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         operation, (size, sinks, causal, ends), scaling, begun, exact = what
         output = empty_output(query, value)
         # differences to the output are gradients, for which half precision has too few digits
@@ -94,10 +97,11 @@ class _AttendWindow(torch.autograd.Function):
 
     @staticmethod
     @first_order()
-    def backward(ctx, grad, log_grad):
+    def backward(ctx: Any, grad: Tensor, log_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, rest, log, before, before_log = ctx.saved_tensors
         operation, (size, sinks, causal, ends), scaling, begun, _ = ctx.what
-        made, d_before = [empty_like(x) for x in (query, key, value)], (None, None)
+        made = [empty_like(x) for x in (query, key, value)]
+        d_before: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
         if before is not None:
             d_before = empty_like(before), torch.empty_like(before_log)
             for x in d_before:
