@@ -57,8 +57,8 @@ class SearchOptions:
 
     Attributes:
         tasks: kinds of prompts of the recall suite; None: all.
-        lengths: of the prompts in tokens, those within the window of what replaces heads left out; None: 1,024 and
-            2,048, or the longest two of 256, 512, ..., up to twice a longer window, that the model has positions for.
+        lengths: of the prompts in tokens, those within the window of what replaces heads left out; None: 2,048, or
+            the longest of 256, 512, ..., up to twice a longer window, that the model has positions for.
         num_prompts: of each kind and length.
         seed: of the prompts.
         prompts: prompts of your own, in place of these.

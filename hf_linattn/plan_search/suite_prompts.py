@@ -61,23 +61,28 @@ def _suite(
         raise DataError("tokenizer must be the model's, got None; the recall prompts are text")
     lengths = options.lengths
     if lengths is None:
-        lengths = _lengths(limit, window)
-        require("lengths", lengths, bool(lengths), f"given for a model of {limit} positions")
+        length = _length(limit, window)
+        require("lengths", lengths, length >= SHORTEST, f"given for a model of {limit} positions")
+        lengths = [length]
     how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks
     return [p for length in lengths for task in tasks for p in make_prompts(task, tokenizer, length, **how)]
 
 
-def _lengths(limit: int | None, window: int) -> list[int]:
-    """Return the two longest of 256, 512, ... up to 2,048, or up to twice the window, that a model has positions for.
+def _length(limit: int | None, window: int) -> int:
+    """Return the longest of 256, 512, ... up to 2,048, or up to twice the window, that a model has positions for.
 
-    >>> _lengths(1024, 256), _lengths(None, 256), _lengths(None, 4096)
-    ([512, 1024], [1024, 2048], [4096, 8192])
+    With shorter prompts beside these it chooses worse: their needles lie just behind the window, and others find them.
+
+    >>> _length(1024, 256), _length(None, 256), _length(None, 4096), _length(200, 4)
+    (1024, 2048, 8192, 128)
     """
-    lengths = [SHORTEST]
-    while lengths[-1] < max(LONGEST, 2 * window):
-        lengths.append(2 * lengths[-1])
-    return [length for length in lengths if limit is None or length <= limit][-2:]
+    length = SHORTEST
+    while length < max(LONGEST, 2 * window):
+        length *= 2
+    while limit is not None and length > limit:
+        length //= 2
+    return length
 
 
 def in_own_words(

@@ -238,12 +238,12 @@ def test_prompts_within_the_window_say_nothing():
 @pytest.mark.parametrize(
     ("window", "positions", "lengths"),
     [
-        (4, 512, [256, 512]),
-        (4, 9000, [1024, 2048]),
-        (1024, 9000, [1024, 2048]),
-        (1500, 9000, [2048, 4096]),
-        (4096, 9000, [4096, 8192]),
-        (4096, 5000, [2048, 4096]),
+        (4, 512, [512]),
+        (4, 9000, [2048]),
+        (1024, 9000, [2048]),
+        (1500, 9000, [4096]),
+        (4096, 9000, [8192]),
+        (4096, 5000, [4096]),
     ],
 )
 def test_lengths_of_prompts_pass_the_window_as_far_as_there_are_positions(monkeypatch, window, positions, lengths):
