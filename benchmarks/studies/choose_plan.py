@@ -151,6 +151,15 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     yield EQUAL_BYTES, equal_windows(record, LENGTH)
 
 
+def fewest_heads(study: Study) -> dict[str, Plan]:
+    """Return the plans of few heads and longer windows: of all seeds, and of one by prompts of two lengths."""
+    options: dict[str, dict[str, Any]] = {f"seed {seed}": {"seed": seed, "lengths": (LENGTH,)} for seed in SEEDS}
+    options["prompts of two lengths"] = {"seed": 0, "lengths": (TEXT_LENGTH, LENGTH)}
+    how: dict[str, Any] = {"keep": FEWEST, "replace": {"streaming": LONGER_WINDOW}}
+    named = {f"{FEWEST_HEADS}, {name}": given for name, given in options.items()}
+    return {name: study.choose(name, **how, **given) for name, given in named.items()}
+
+
 def equal_windows(record: PlanRecord, length: int) -> Plan:
     """Return windows in all heads with as many keys as a plan of exact heads and windows has after `length` tokens."""
     count, sinks = sum(record.heads), WINDOW["num_sink_tokens"] - 1
@@ -185,12 +194,7 @@ def main(
     for name, plan in main_rows:
         study.perplexity(name, plan, LENGTH, rows)
     others = dict(other_plans(study, first))
-    fewest = {
-        f"{FEWEST_HEADS}, seed {seed}": study.choose(
-            f"{FEWEST_HEADS}, seed {seed}", seed=seed, keep=FEWEST, replace={"streaming": LONGER_WINDOW}, lengths=None
-        )
-        for seed in SEEDS
-    }
+    fewest = fewest_heads(study)
     for name, plan in {**others, **fewest}.items():
         for task in TASKS:
             study.recall(name, plan, task, LENGTH, samples)
