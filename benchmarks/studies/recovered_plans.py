@@ -40,7 +40,8 @@ def how_it_was_trained(folder: Path) -> dict[str, Any]:
     tried = [entry for entry in trained["history"] if "eval_loss" in entry]
     return {
         "tokens": report.training.tokens, "teaching": report.training.teaching, "device": report.provenance.device,
-        "threads": report.provenance.num_threads, "learning_rate": report.training.recovered_learning_rate,
+        "threads": report.provenance.num_threads, "processes": read(stages / "recipe.json")["world_size"],
+        "learning_rate": report.training.recovered_learning_rate,
         "evaluations": [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in tried],
         "seconds": trained["seconds"], "positions": read(stages / "recovered_training_positions.json"),
         "lengthened": None if not longer.is_file() else {

@@ -199,12 +199,15 @@ def _how(name: str, run: Document) -> str:
     last = run["evaluations"][-1]
     longer = run.get("lengthened")
     fate = "went on with longer rows" if longer else "are what is measured"
+    around = run["teaching"].get("lora_target_modules")
+    where = f" around {', '.join(around)}" if around else ""
+    processes = f" in each of {run['processes']} processes" if run.get("processes", 1) > 1 else ""
+    on = f"{run['device']} with {run['threads']} thread{'s' * (run['threads'] > 1)}{processes}"
     text = (
-        f"`{name}`: LoRA of rank {run['teaching']['lora_rank']}, {count(run['tokens'])} training tokens, learning rate"
-        f" {run['learning_rate']:g}, on {run['device']} with {run['threads']} thread{'s' * (run['threads'] > 1)}. Of"
-        f" {len(run['evaluations'])} evaluations that of step {best['step']} of {last['step']} was the best"
-        f" ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and its weights {fate}. Its loss by position on"
-        f" held-out text, {_changed(run['positions'])} nats."
+        f"`{name}`: LoRA of rank {run['teaching']['lora_rank']}{where}, {count(run['tokens'])} training tokens,"
+        f" learning rate {run['learning_rate']:g}, on {on}. Of {len(run['evaluations'])} evaluations that of step"
+        f" {best['step']} of {last['step']} was the best ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and"
+        f" its weights {fate}. Its loss by position on held-out text, {_changed(run['positions'])} nats."
     )
     if longer:
         text += (

@@ -19,6 +19,6 @@ def recipes(incomplete: str) -> list[str]:
     """Return the recipes that begin so.
 
     >>> recipes("smollm2-135")
-    ['smollm2-135m', 'smollm2-135m-heads', 'smollm2-135m-heads-512']
+    ['smollm2-135m', 'smollm2-135m-4-heads', 'smollm2-135m-heads', 'smollm2-135m-heads-512']
     """
     return [name for name in recipe_names() if name.startswith(incomplete)]

