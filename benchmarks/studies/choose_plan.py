@@ -141,6 +141,7 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     yield FEWER_HEADS, first.keeping(steepest(record, FEWER))
     for seed in SEEDS[1:]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
+    yield f"{KEEP} heads, prompts of {LENGTH:,}", study.choose(f"prompts of {LENGTH:,}", seed=0, lengths=(LENGTH,))
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
     yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
     for seed in SEEDS:

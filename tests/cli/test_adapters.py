@@ -47,6 +47,8 @@ def test_an_adapter_is_scored_as_the_model_that_it_makes_of_its_base(folder):
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-5)
     assert found["perplexity"] != pytest.approx(base["perplexity"], rel=1e-2)
     assert found["model"] == str(folder / "adapter")
+    timed = json.loads(answer("bench", folder / "adapter", "--lengths", 8, "--repeats", 2, "--json"))
+    assert timed["speed"][0]["patched_prefill"]["median"] > 0
 
 
 def test_an_adapter_stands_beside_its_base_in_a_suite(folder, tmp_path):

@@ -139,10 +139,11 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
         "recall": {f"{name} | {task} | 64": {**row, "found": names[name] / 8} for name, task in cells},
     }  # fmt: skip
     del document["recall"][f"{UNTRAINED} | copying | 64"]
-    chosen = {"recall": {f"plan | {task} | 64": row for task in NEEDLES}}
+    chosen = {"recall": {f"plan | {task} | 64": {**row, "found": 0.125} for task in NEEDLES}}
     how, _, recall, text, means = recovered_plans_parts(document, chosen, "plan")
     assert "of rank 2 around q_proj, up_proj, 640 training" in how and "1 thread in each of 2 processes. Of 1 " in how
     assert "changed by -0.250 to 0.125 nats." in how and how.endswith("changed by -0.500 to -0.500 nats.")
     assert "The last 128 tokens" in how and text.endswith("and the mean over the recall suite.")
     assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
+    assert [line.split(" | ")[3][:4] for line in recall.splitlines()[2:]] == ["0.25", "0.50", "0.62", "0.38"]
     assert [line.split(" | ")[2].rstrip(" |") for line in means.splitlines()[2:]] == ["0.25", "", "0.625", "0.375"]
