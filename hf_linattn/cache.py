@@ -20,6 +20,7 @@ from .errors import UnsupportedModeError
 from .masks import all_real
 from .mechanisms.forward import check_rows
 from .ops.common.growing import held_bytes
+from .ops.common.tracing import is_recorded, once
 
 
 class StateLayer(CacheLayerMixin):
@@ -43,6 +44,7 @@ class StateLayer(CacheLayerMixin):
         self.handed = 0  # new tokens of the last update, which `hold` counts
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.noted: tuple[Tensor | None, int] | None = None  # real tokens [B] among the first ones; None: all of them
 
     @classmethod
     def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
@@ -113,10 +115,11 @@ class StateLayer(CacheLayerMixin):
             )
         return key_states, value_states
 
-    def hold(self, state: Any, mechanism: Any) -> None:
-        """Remember the state that a mechanism returned of the tokens handed out, and count these."""
+    def hold(self, state: Any, mechanism: Any, key_padding_mask: Tensor | None = None) -> None:
+        """Remember the state that a mechanism returned of the tokens handed out; count these, and the real ones."""
         self._write(state, mechanism)
         self._count()
+        self._note(key_padding_mask)
         self.pending, self.is_initialized = None, True
 
     def _write(self, state: Any, mechanism: Any) -> None:
@@ -124,6 +127,18 @@ class StateLayer(CacheLayerMixin):
 
     def _count(self) -> None:
         self.seq_length += self.handed
+
+    def _note(self, mask: Tensor | None) -> None:
+        """Note how many tokens of each row were real; nothing where some were read in a compiled graph."""
+        first = 0 if self.pending is not None else self.seq_length - self.handed
+        real, seen = self.noted or (None, 0)
+        if is_recorded() or seen != first:
+            self.noted = None if first == 0 else self.noted  # which says itself that it is of fewer tokens
+        elif mask is None and real is None:
+            self.noted = None, self.seq_length
+        else:
+            before = first if real is None else real
+            self.noted = once(_add_real, before, mask, self.seq_length - first), self.seq_length
 
     def _keep_none(self, *states: Tensor) -> None:
         # some models ask how many are kept; an empty slice would keep the memory of all the others
@@ -155,7 +170,7 @@ class StateLayer(CacheLayerMixin):
             )
 
     def reset(self) -> None:
-        self.state, self.seq_length, self.pending = None, 0, None
+        self.state, self.seq_length, self.pending, self.noted = None, 0, None, None
         self.is_initialized = self.expected = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -178,6 +193,8 @@ class StateLayer(CacheLayerMixin):
             self.state = type(self.state)(*map(function, self.state))
         if self.pending is not None:
             self.pending = (function(self.pending[0]), function(self.pending[1]))
+        if self.noted is not None and self.noted[0] is not None:
+            self.noted = function(self.noted[0]), self.noted[1]
 
 
 class StaticStateLayer(StateLayer):
@@ -246,6 +263,9 @@ class StaticStateLayer(StateLayer):
     def _count(self) -> None:
         self.read.add_(self.handed)
 
+    def _note(self, mask: Tensor | None) -> None:
+        """How many tokens were read is a tensor here, whose value would have to be waited for."""
+
     def _keep_none(self, *states: Tensor) -> None:
         if self.keys is None:
             self.lazy_initialization(*states)
@@ -254,6 +274,11 @@ class StaticStateLayer(StateLayer):
         super()._map(function)
         if self.state is not None:
             _stay(*self.state)
+
+
+def _add_real(before: Any, mask: Tensor | None, count: int) -> Any:
+    """Return how many tokens of each row [B] are real, `count` more of them than before."""
+    return before + (count if mask is None else mask.bool().sum(1))
 
 
 def _stay(*tensors: Tensor) -> None:

@@ -16,6 +16,7 @@ from .errors import UnsupportedModeError
 from .mechanisms import MECHANISMS, Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
+from .ops.common.tracing import is_known
 
 
 def keeps_states(mechanism: Mechanism) -> bool:
@@ -91,6 +92,32 @@ def has_begun(cache: Cache) -> bool:
     sides = (_side_of(cache, across) for across in (False, True))
     layers = (layer for side in sides for layer in getattr(side, "layers", ()))
     return any(isinstance(layer, StateLayer) and layer.state is not None for layer in layers)
+
+
+def require_same_past(cache: Cache, mask: Any, count: int) -> None:
+    """Refuse a mask that says of the tokens which a cache's states sum up that others of them are pads.
+
+    One look at them for all layers. On other devices than a CPU each look waits: a mask of one new token has none.
+
+    mask: what a model is given as `attention_mask`. count: how many new tokens come.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_known(mask):
+        return
+    layers = (x for x in getattr(_side_of(cache, False), "layers", ()) if isinstance(x, StateLayer))
+    real, length = next((x.noted for x in layers if x.noted is not None and x.noted[1] == x.seq_length), (None, None))
+    if length is None or mask.shape[1] != length + count or (count == 1 and mask.device.type != "cpu"):
+        return
+    given = mask[:, :length].bool().sum(1)
+    differs = (given != (length if real is None else real.to(given.device))).nonzero()
+    if len(differs):
+        row = int(differs[0])
+        summed = length if real is None else int(real[row])
+        raise UnsupportedModeError(
+            f"attention_mask has {int(given[row])} real tokens among the first {length} of row {row}, and the decoding"
+            f" states in past_key_values sum up {summed} of them; a state cannot take back what it read, nor take in"
+            " later what it left out. Give the mask that these tokens were read with, or start with a new cache and"
+            " the whole input"
+        )
 
 
 def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iterable[Mechanism]) -> None:

@@ -123,7 +123,7 @@ def all_real(mask: Tensor, count: int) -> bool:
 
 def require_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a 2-D mask of another batch than a model's input, before the model makes another shape of it."""
-    mask, given = kwargs.get("attention_mask"), _given(args, kwargs)
+    mask, given = kwargs.get("attention_mask"), given_input(args, kwargs)
     if not (isinstance(mask, Tensor) and isinstance(given, Tensor)) or mask.dim() != 2:
         return
     if len(mask) != len(given):
@@ -139,7 +139,7 @@ def require_no_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], mechanism
     pairs = {name: x for name, x in pairs.items() if not hasattr(_made(x), RULE)}
     if not pairs:
         return
-    given = _given(args, kwargs)
+    given = given_input(args, kwargs)
     one = isinstance(given, Tensor) and given.shape[1] == 1
     for mechanism in mechanisms:
         mask = pairs.get("encoder_attention_mask" if mechanism.layer.cross else "attention_mask")
@@ -147,8 +147,8 @@ def require_no_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], mechanism
             _refuse_pairs(mask, mechanism)
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return a model's input [B, N, ...]."""
+def given_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a model's input [B, N, ...]; None without one."""
     return next((x for x in (*map(kwargs.get, ("input_ids", "inputs_embeds")), *args[:1]) if x is not None), None)
 
 

@@ -31,13 +31,22 @@ from .attention_call import (
     scaled,
 )
 from .cache import EncoderStateLayer, StateLayer
-from .cache_layers import find_layer, has_begun, is_static_step, keeps_states, require_fitting, seen_columns
+from .cache_layers import (
+    find_layer,
+    has_begun,
+    is_static_step,
+    keeps_states,
+    require_fitting,
+    require_same_past,
+    seen_columns,
+)
 from .errors import PatchError, UnsupportedModeError, UnsupportedModelError
 from .frozen_mechanisms import warn_of_frozen
 from .masks import (
     POSITIONS,
     MaskSizes,
     PositionArgument,
+    given_input,
     handed_on,
     key_columns,
     mask_of_rule,
@@ -201,6 +210,8 @@ def _begin(
             modules = patched.attention.values()
             require_fitting(cache, modules, map(mechanism_of, modules))
             require_no_pairs(args, kwargs, map(mechanism_of, modules))
+            if begun and (given := given_input(args, kwargs)) is not None:
+                require_same_past(cache, kwargs.get("attention_mask"), given.shape[1])
         if compiling or begun:
             return  # a forward that continues another one changes nothing
     if model.training and not patched.warned:
@@ -315,7 +326,7 @@ def attention_forward(
         output = call.run(mechanism)
     else:
         output, state = mechanism(*call[:5], layer.state, **call.options(mechanism))
-        layer.hold(state, mechanism)
+        layer.hold(state, mechanism, masks.keys)
     return output.transpose(1, 2).contiguous(), None
 
 

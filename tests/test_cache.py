@@ -268,6 +268,34 @@ def test_a_refused_call_leaves_the_cache_as_it_was(plan, kind):
 BOTH_WAYS = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]
 
 
+@pytest.mark.parametrize("plan", ["linear", "streaming", {"local": "0", "softmax": "1"}])
+@pytest.mark.parametrize("kind", [torch.bool, torch.long])
+def test_a_mask_that_says_other_tokens_of_a_state_are_pads_is_refused(plan, kind):
+    """As in a second turn of a batch in which one row had ended, and was filled with pads that were read as real."""
+    model, ids = patch_model(make_model("llama"), plan), make_tokens(2, 19)
+    mask = torch.ones(2, 19, dtype=kind)
+    mask[0, :3] = 0  # on the left, as the first call says too
+    cache = read(model, ids[:, :9], attention_mask=mask[:, :9]).past_key_values
+    for position in (9, 10):
+        read(model, ids[:, position, None], attention_mask=mask[:, : position + 1], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids, mask = ids.flip(0), mask.flip(0)
+    before = copy.deepcopy(cache)
+    for row, column, value in ((0, 10, 0), (1, 2, 1)):
+        for end in (12, 19):
+            other = mask[:, :end].clone()
+            other[row, column] = value
+            summed = 11 - 3 * row
+            said = summed + 2 * value - 1
+            message = f"{said} real tokens among the first 11 of row {row}, .* sum up {summed} of them"
+            with pytest.raises(UnsupportedModeError, match=message):
+                read(model, ids[:, 11:end], attention_mask=other, past_key_values=cache)
+    whole = read(model, ids, attention_mask=mask).logits[:, 11:]
+    for given in (before, cache):
+        found = read(model, ids[:, 11:], attention_mask=mask, past_key_values=given).logits
+        assert_close(found, whole)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("mechanism", each_of(BOTH_WAYS))
 def test_a_bidirectional_layer_sees_the_keys_of_all_calls_with_one_cache(mechanism):
