@@ -226,6 +226,7 @@ board: install ## run all rows of recipes/board.yaml with the bundled models, ba
 
 real-board: install ## what conversions keep of a pretrained model: make real-board MODEL=... BOOKS=... TASKS=...: 25 minutes a row
 	$(BIN)/python -m benchmarks.studies.real_board $(MODEL) $(BOOKS) --task-dir $(TASKS)
+	$(TABLES)
 
 pretrain: install ## train the three bundled models anew: hours
 	for model in bert gpt2 llama; do \

@@ -20,7 +20,9 @@ from benchmarks.result_files import (
     LONG_DOCUMENTS_SPEED_FILE,
     LONG_INPUTS_FILES,
     MQAR_SWEEP_FILE,
+    ORIGINAL,
     PEERS_FILE,
+    REAL_BOARD,
     RECALL_BOARD_FILE,
     RECIPE_PLANS_FILE,
     RETRIEVAL_FILE,
@@ -30,6 +32,7 @@ from benchmarks.result_files import (
     START_FILE,
     Document,
     board_reports,
+    read,
     read_all,
     recovery_reports,
 )
@@ -41,6 +44,7 @@ from benchmarks.tables.markdown import replace_section
 from benchmarks.tables.memory import depth_parts, long_inputs_tables, plans_parts, prompts_table
 from benchmarks.tables.mqar import sweep_section
 from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
+from benchmarks.tables.real_board import real_board_section
 from benchmarks.tables.recall_board import recall_board_section
 from benchmarks.tables.speed import (
     decoding_table,
@@ -58,7 +62,8 @@ from hf_linattn.atomic_io import write_text
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
     "results.md": (
-        "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep", "recall-board",
+        "real-board", "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep",
+        "recall-board",
     ),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps", "plans"),
@@ -147,6 +152,8 @@ def write_tables(root: Path = ROOT) -> None:
         "recall-sweep": sweep_section(single[MQAR_SWEEP_FILE]) if MQAR_SWEEP_FILE in single else "",
         "recall-board": recall_board_section(single[RECALL_BOARD_FILE]) if RECALL_BOARD_FILE in single else "",
     }
+    real = {file.stem: read(file) for file in (results / REAL_BOARD).glob("*.json")}
+    bodies["real-board"] = real_board_section(real) if ORIGINAL in real else ""
     of_classifiers = read_all(results, *(name for name, _ in CLASSIFIERS.values()))
     bodies |= {x: make(of_classifiers[name]) for x, (name, make) in CLASSIFIERS.items() if name in of_classifiers}
     gpus = [documents[name] for name in GPU_PAGE_FILES if name in documents]

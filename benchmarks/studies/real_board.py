@@ -4,11 +4,13 @@
 
 Every row is a mechanism right after `patch_model` and after `calibrate`, in a file of its own under
 benchmarks/results/real_board, written when it is done; a run that is started again goes on with those that are
-missing. Mechanisms are fitted on the training split of the books, and scored on the test split.
+missing. The best mechanisms have a row with every fourth layer softmax, too, and beside all of them stands a tenth of
+the heads, chosen by recall. Mechanisms are fitted on the training split of the books, and scored on the test split.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +25,13 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance
-from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document, resume
-from hf_linattn import calibrate, get_mechanisms, patch_model
+from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document, read, resume
+from hf_linattn import calibrate, choose_plan, get_mechanisms, patch_model
 from hf_linattn.advice.candidates import most_layers
 from hf_linattn.atomic_io import write_json
 from hf_linattn.calibration import what_is_fitted
-from hf_linattn.evaluation import long_losses, state_bytes_by_length, whole_windows
+from hf_linattn.chosen_plan import ChosenPlan
+from hf_linattn.evaluation import long_losses, state_bytes_by_length, streaming_for, whole_windows
 from hf_linattn.evaluation.next_token import evenly, token_losses
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.suite import SuiteOptions, tasks
@@ -51,9 +54,15 @@ MECHANISMS: Mapping[str, Mapping[str, Any]] = {
     "lsh": {},
     "hybrid": {},
 }
+HEADS = "heads"  # a tenth of the key/value heads stays, the others have windows
+EQUAL = "windows"  # that take the bytes of `linear`
 KEPT = "+softmax"  # behind the name of a row: every fourth layer keeps its own
+BEST = 4  # mechanisms of the lowest perplexity have such a row
+ROWS = (ORIGINAL, HEADS, EQUAL, *MECHANISMS)
 PATCHED, CALIBRATED = "patched", "calibrated"  # stages of a row
-SEED = 0
+LONG_LENGTH = 8192
+SEED = 0  # of the training split's order, and of the prompts that choose heads
+PROMPTS_SEED = 2000  # of the prompts that count
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Sizes:
 
     length: int = 2048
     windows: int = 32
-    long_length: int = 8192
+    long_length: int = LONG_LENGTH
     long_windows: int = 16
     recall_lengths: tuple[int, ...] = (1024, 2048, 4096)
     prompts: int = 20
@@ -90,16 +99,17 @@ class Material:
     sizes: Sizes
 
 
-def plan_of(row: str, num_layers: int) -> Plan:
-    """Return the plan of a row.
-
-    >>> plan_of("linear+softmax", 8)
-    [{'mechanism': 'linear', 'options': {'decay': 'learned'}, 'layers': [0, 1, 3, 4, 5, 7]}]
-    """
+def plan_of(row: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Plan | ChosenPlan:
+    """Return the plan of a row."""
+    if row == HEADS:
+        return choose_plan(model, tokenizer, keep=0.1, replace={"streaming": WINDOW}, seed=SEED, progress=False)
+    if row == EQUAL:
+        linear = patch_model(copy.deepcopy(model), plan_of("linear", model, tokenizer))
+        return streaming_for(model, bytes=state_bytes_by_length(linear, [LONG_LENGTH])[0].patched)
     name = row.removesuffix(KEPT)
     entry: dict[str, Any] = {"mechanism": name, "options": dict(MECHANISMS[name])}
     if name != row:
-        entry["layers"] = most_layers(num_layers)
+        entry["layers"] = most_layers(model.config.num_hidden_layers)
     return [entry]
 
 
@@ -110,7 +120,7 @@ def measure(model: PreTrainedModel, material: Material, whole: bool) -> Document
     found: Document = {"perplexity": math.exp(float(losses.mean())), "window_losses": losses.tolist()}
     lengths = sizes.recall_lengths if whole else sizes.recall_lengths[:1]
     rows = recall(
-        model, tokenizer, ["single_noise"], lengths, num_samples=sizes.prompts, seed=SEED, batch_size=1,
+        model, tokenizer, ["single_noise"], lengths, num_samples=sizes.prompts, seed=PROMPTS_SEED, batch_size=1,
         progress=False,
     )  # fmt: skip
     found["recall"] = [row for row in rows if row["depth"] is None]
@@ -136,12 +146,13 @@ def task_scores(model: PreTrainedModel, material: Material) -> list[Document]:
     ]
 
 
-def run_row(model_path: str, row: str, material: Material) -> Document:
+def run_row(model_path: str, row: str, material: Material, dtype: torch.dtype) -> Document:
     """Measure a row's stages on a model that is loaded anew."""
-    model = load_model(model_path, torch.float32)
+    model = load_model(model_path, dtype)
     if row == ORIGINAL:
         return {"row": row, "stages": {PATCHED: measure(model, material, whole=True)}}
-    patch_model(model, plan_of(row, model.config.num_hidden_layers))
+    plan = plan_of(row, model, material.tokenizer)
+    patch_model(model, plan)
     length = material.sizes.long_length
     state = state_bytes_by_length(model, [length])[0]
     stages, fits = {}, bool(what_is_fitted(get_mechanisms(model)))
@@ -152,9 +163,15 @@ def run_row(model_path: str, row: str, material: Material) -> Document:
         stages[CALIBRATED] = {"calibration_seconds": time.perf_counter() - start}
         stages[CALIBRATED] |= {"layers_taken": sum(result.taken for result in found.held_out.values())}
         stages[CALIBRATED] |= measure(model, material, whole=True)
-    plan = plan_of(row, model.config.num_hidden_layers)
     bytes_of = {"length": length, "row": state.patched, "softmax": state.original}
     return {"row": row, "plan": plan, "state_bytes": bytes_of, "stages": stages}
+
+
+def best_rows(folder: Path) -> list[str]:
+    """Return the names of the rows of the best mechanisms with every fourth layer softmax."""
+    found = {name: read(folder / f"{name}.json")["stages"] for name in MECHANISMS}
+    last = {name: [*stages.values()][-1]["perplexity"] for name, stages in found.items()}
+    return [f"{name}{KEPT}" for name in sorted(last, key=lambda name: last[name])[:BEST]]
 
 
 def read_material(model_path: str, books: Path, task_dir: Path | None, sizes: Sizes) -> Material:
@@ -178,21 +195,27 @@ def main(
     books: Annotated[Path, typer.Argument(help="folder with train.jsonl, validation.jsonl and test.jsonl")],
     task_dir: Annotated[Path | None, typer.Option(help="folder with the rows of tasks; default: the Hub")] = None,
     row: Annotated[list[str] | None, typer.Option(help="repeatable; by default every one")] = None,
+    dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     folder: Annotated[Path, typer.Option(help="receives a file for each row")] = RESULTS / REAL_BOARD,
 ) -> None:
     """Measure the rows that are missing."""
-    said = {"model": Path(model).name}
+    weights: torch.dtype = getattr(torch, dtype)
+    said = {"model": Path(model).name, "dtype": dtype}
     for file in folder.glob("*.json"):
         resume(file, said, {})
-    rows: Sequence[str] = row or [ORIGINAL, *MECHANISMS]
-    missing = [name for name in rows if not (folder / f"{name}.json").exists()]
     material = read_material(model, books, task_dir, Sizes())
     folder.mkdir(parents=True, exist_ok=True)
-    for name in tqdm(missing, desc="board", unit="row"):
-        provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.real_board")
-        document = {"provenance": provenance, **said, **run_row(model, name, material)}
-        write_json(folder / f"{name}.json", document)
-    typer.echo(f"wrote {len(missing)} rows to {folder}")
+
+    def run(rows: Sequence[str]) -> None:
+        for name in tqdm([name for name in rows if not (folder / f"{name}.json").exists()], desc="board", unit="row"):
+            provenance = collect_provenance(torch.device("cpu"), weights, "benchmarks.studies.real_board")
+            document = {"provenance": provenance, **said, **run_row(model, name, material, weights)}
+            write_json(folder / f"{name}.json", document)
+
+    run(row or ROWS)
+    if not row:
+        run(best_rows(folder))
+    typer.echo(f"{folder} has {len(list(folder.glob('*.json')))} rows")
 
 
 if __name__ == "__main__":
