@@ -47,7 +47,7 @@ from .options import SearchOptions, Signal, mean_scores, row_lengths
 from .recall_signal import RecallSignal
 from .restore_one import restore_one
 from .slope import slope
-from .suite_prompts import in_own_words, prompts_for
+from .suite_prompts import in_own_words, prompts_for, with_lengths
 from .trained_gates import trained_gates
 
 logger = logging.getLogger(__name__)
@@ -187,8 +187,8 @@ def _signals(
     if reason:
         if not texts:
             raise DataError(
-                f"recall cannot choose: {reason}; give batches of text as the model takes it, and divergence"
-                " chooses by these"
+                f"recall cannot choose: {reason}; give batches of text as the model takes it (--text on the command"
+                " line), and divergence chooses by these"
             )
         logger.warning("choose_plan: recall cannot choose: %s; divergence is used", reason)
     if reason or "divergence" in SIGNALS[asked]:
@@ -204,22 +204,30 @@ def _recall(
     """Return the signal over prompts that the original answers, and why it cannot choose; empty if it can.
 
     Those that the model with everything replaced answers, too, say little: they count only if there are no others.
+    Where no lengths are asked for, shorter prompts are tried if it does not answer the longest.
     """
     root = root_model(gates.model)
     causal = root.can_generate() and all(kind.layer.causal for kind in gates.mechanisms.values())
     if root.config.is_encoder_decoder or not causal:
         return RecallSignal([]), f"{type(root).__name__} does not continue a prompt from left to right"
-    asked = prompts_for(gates, tokenizer, options)
-    if options.prompts is None and tokenizer is not None:
-        with original_attention(gates.model):
-            known = in_own_words(gates.model, tokenizer, asked, options.progress)
-    else:
-        known = RecallSignal(asked).answered(gates, options.progress)
-    signal, least = RecallSignal(known), min(LEAST_PROMPTS, len(asked))
-    if len(known) < least:
-        return signal, f"{type(root).__name__} itself answers {len(known)} of {len(asked)} prompts"
-    signal.keep_lost(gates, least, options.progress)
-    return signal, ""
+    missed: list[str] = []
+    for tried in with_lengths(gates, tokenizer, options):
+        asked = prompts_for(gates, tokenizer, tried)
+        if options.prompts is None and tokenizer is not None:
+            with original_attention(gates.model):
+                known = in_own_words(gates.model, tokenizer, asked, options.progress)
+        else:
+            known = RecallSignal(asked).answered(gates, options.progress)
+        signal, least = RecallSignal(known), min(LEAST_PROMPTS, len(asked))
+        length = "" if options.prompts else f" of {max(tried.lengths or ()):,} tokens"
+        if len(known) >= least:
+            if missed:
+                said = ", ".join(missed)
+                logger.warning("choose_plan: %s answers %s; those%s choose", type(root).__name__, said, length)
+            signal.keep_lost(gates, least, options.progress)
+            return signal, ""
+        missed.append(f"{len(known)} of {len(asked)} prompts{length}")
+    return RecallSignal([]), f"{type(root).__name__} itself answers {', '.join(missed)}"
 
 
 def _scores(

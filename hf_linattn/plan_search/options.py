@@ -58,7 +58,8 @@ class SearchOptions:
     Attributes:
         tasks: kinds of prompts of the recall suite; None: all.
         lengths: of the prompts in tokens, those within the window of what replaces heads left out; None: 2,048, or
-            the longest of 256, 512, ..., up to twice a longer window, that the model has positions for.
+            the longest of 256, 512, ..., up to twice a longer window, that the model has positions for, or of these
+            the longest that it answers.
         num_prompts: of each kind and length.
         seed: of the prompts.
         prompts: prompts of your own, in place of these.

@@ -59,30 +59,45 @@ def _suite(
 
     if tokenizer is None:
         raise DataError("tokenizer must be the model's, got None; the recall prompts are text")
-    lengths = options.lengths
-    if lengths is None:
-        length = _length(limit, window)
-        require("lengths", lengths, length >= SHORTEST, f"given for a model of {limit} positions")
-        lengths = [length]
+    lengths = options.lengths or _lengths(limit, window)[:1]
     how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks
     return [p for length in lengths for task in tasks for p in make_prompts(task, tokenizer, length, **how)]
 
 
-def _length(limit: int | None, window: int) -> int:
-    """Return the longest of 256, 512, ... up to 2,048, or up to twice the window, that a model has positions for.
+def with_lengths(
+    gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions
+) -> list[SearchOptions]:
+    """Return the options to try in turn: as they are, or with one length each where prompts are written of any."""
+    if tokenizer is None or options.lengths is not None or options.prompts is not None:
+        return [options]
+    lengths = _lengths(_positions(root_model(gates.model)), gates.window)
+    return [dataclasses.replace(options, lengths=(length,)) for length in lengths]
 
-    With shorter prompts beside these it chooses worse: their needles lie just behind the window, and others find them.
 
-    >>> _length(1024, 256), _length(None, 256), _length(None, 4096), _length(200, 4)
-    (1024, 2048, 8192, 128)
+def _lengths(limit: int | None, window: int) -> list[int]:
+    """Return the lengths of 256, 512, ... up to 2,048, or to twice the window, that are beyond it, the longest first.
+
+    None is longer than a model has positions for. One alone chooses: with shorter prompts beside the longest, the
+    choice is worse, as their needles lie just behind the window, and other heads find them. A model that was trained
+    on shorter rows than it has positions for may answer the shorter ones alone.
+
+    >>> _lengths(1024, 256), _lengths(None, 1024), _lengths(None, 4096), _lengths(300, 400)
+    ([1024, 512], [2048], [8192], [256])
+
+    Raises:
+        OptionError: the model has too few positions.
     """
     length = SHORTEST
     while length < max(LONGEST, 2 * window):
         length *= 2
     while limit is not None and length > limit:
         length //= 2
-    return length
+    require("lengths", None, length >= SHORTEST, f"given for a model of {limit} positions")
+    lengths = [length]
+    while lengths[-1] // 2 >= max(SHORTEST, window + 1):
+        lengths.append(lengths[-1] // 2)
+    return lengths
 
 
 def in_own_words(

@@ -236,6 +236,30 @@ def test_prompts_within_the_window_say_nothing():
 
 
 @pytest.mark.parametrize(
+    ("answered", "lengths"), [(2048, [2048]), (512, [2048, 1024, 512]), (0, [2048, 1024, 512, 256])]
+)
+def test_shorter_prompts_choose_where_the_model_does_not_answer_the_longest(monkeypatch, caplog, answered, lengths):
+    """As a model does that was trained on shorter rows than it has positions for."""
+    model, written, ours = make_retriever(), [], make_prompts()
+    model.config.max_position_embeddings = 4096
+    suite = import_module("hf_linattn.evaluation.recall")
+    monkeypatch.setattr(suite, "make_prompts", lambda task, tokenizer, length, **how: written.append(length) or ours)
+    own = lambda model, tokenizer, prompts, progress: prompts if written[-1] <= answered else []  # noqa: E731
+    monkeypatch.setattr(import_module("hf_linattn.plan_search.choose"), "in_own_words", own)
+    text = [{"input_ids": TEXT[0]["input_ids"] % 30}]
+    record = choose_plan(
+        model, SimpleNamespace(), 1, tasks=["single_noise"], replace=WINDOW, batches=text, progress=False
+    ).record
+    assert written == lengths
+    missed = ", ".join(f"0 of {len(ours)} prompts of {length:,} tokens" for length in lengths if length > answered)
+    if answered:
+        assert record.signal == "recall" and record.kept == choose(make_retriever(), 1).record.kept
+        assert (f"answers {missed}; those of 512 tokens choose" in caplog.text) == (len(lengths) > 1)
+    else:
+        assert record.signal == "divergence" and record.reason == f"LlamaForCausalLM itself answers {missed}"
+
+
+@pytest.mark.parametrize(
     ("window", "positions", "lengths"),
     [
         (4, 512, [512]),
