@@ -149,7 +149,8 @@ def test_convert_saves_what_patch_model_makes(converted):
 
 def test_convert_makes_the_position_table_longer(converted, tmp_path):
     places = (converted.parent / "original", tmp_path / "longer")
-    answer("convert", *places, "--mechanism", "linear", "--max_positions", 100)
+    said = answer("convert", *places, "--mechanism", "linear", "--max_positions", 100)
+    assert "--mechanism linear --max_positions 100 --block_size 100 --train_file" in said, "rows reach the new places"
     model = AutoModelForCausalLM.from_pretrained(places[1])
     assert model.config.n_positions == len(model.transformer.wpe.weight) == 100
     assert AutoTokenizer.from_pretrained(places[1]).model_max_length == 100

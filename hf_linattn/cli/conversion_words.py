@@ -82,12 +82,16 @@ def next_steps(conversion: Conversion, model: str, output: str, text: str, plan:
 
 
 def plan_options(document: dict[str, Any], config: PatchConfig) -> str:
-    """Return the options of a recipe that ask for the same plan: by its file where there is one."""
+    """Return the options of a recipe that ask for the same plan: by its file where there is one.
+
+    Added positions come with rows that reach them: what no row reaches is not trained.
+    """
     from ..cards import changed_options
 
     groups = config.to_dict()["groups"]
     plan = [{**group, "options": changed_options(group["mechanism"], group["options"])} for group in groups]
-    longer = f" --max_positions {document['max_positions']}" if document.get("max_positions") else ""
+    most = document.get("max_positions")
+    longer = f" --max_positions {most} --block_size {most}" if most else ""
     if "plan" in document:
         return f"--plan {shlex.quote(document['plan'])}{longer}"
     if len(plan) == 1 and len(plan[0]["layers"]) == config.num_layers and not plan[0]["options"]:

@@ -70,6 +70,7 @@ def prepare(
     table = position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
+        warn_of_short_rows(arguments, table)
     task.check(model, data_options, recipe_options)
     task.check_options(arguments)
     settle_windows(arguments, task, table)
@@ -248,6 +249,16 @@ def check_kept_logits(model: PreTrainedModel, task: Task, arguments: Arguments) 
     }  # fmt: skip
     for reason, holds in reasons.items():
         refuse("keep_logits", holds and True, reason)
+
+
+def warn_of_short_rows(arguments: Arguments, table: int | None) -> None:
+    """Warn of positions that were added and that no row reaches; table: those before; None: any number of them."""
+    size, wanted = arguments.data.block_size, arguments.model.max_positions
+    if table is not None and max(size, arguments.distillation.long_block_size or 0) <= table:
+        logger.warning(
+            "max_positions=%s: rows of block_size=%d tokens reach none beyond the original's %d positions, so the"
+            " added ones are not trained; give block_size %s, or leave max_positions out", wanted, size, table, wanted,
+        )  # fmt: skip
 
 
 def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
