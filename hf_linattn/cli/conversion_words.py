@@ -97,3 +97,17 @@ def plan_options(document: dict[str, Any], config: PatchConfig) -> str:
     if len(plan) == 1 and len(plan[0]["layers"]) == config.num_layers and not plan[0]["options"]:
         return f"--mechanism {plan[0]['mechanism']}{longer}"
     return f"--plan {shlex.quote(json.dumps(plan))}{longer}"
+
+
+def without_place(word: str, model: str) -> str:
+    """Return a word of a command as a card shows it to all: of a path on this machine, its last part alone.
+
+    model: the word that names the original, which may be a folder.
+
+    >>> [without_place(word, "me/gpt2") for word in ("/models/gpt2", "--plan=../mine.json", "me/gpt2")]
+    ['gpt2', '--plan=mine.json', 'me/gpt2']
+    """
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    place = Path(value)
+    here = place.is_absolute() or ".." in place.parts or (value == model and place.is_dir())
+    return f"{option}{equals}{place.name}" if here and place.name else word
