@@ -33,6 +33,15 @@ def rows() -> list[dict[str, Any]]:
     return table["mechanisms"]
 
 
+def with_option(option: str) -> list[str]:
+    """Return the mechanisms that have an option.
+
+    >>> "local" in with_option("window_size"), with_option("widnow")
+    (True, [])
+    """
+    return [row["name"] for row in rows() if option in {declared["name"] for declared in row["options"]}]
+
+
 def make_table() -> str:
     """Return the content of the table: the library's own mechanisms."""
     own = f"{MECHANISM_PACKAGE}."

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from .adapter_config import base_of
-from .errors import CheckpointError, HfLinattnError
+from .errors import CheckpointError, DataError, HfLinattnError
 
 # OSError: no such folder, no connection, not on the Hub; ValueError: no known model type, no tokenizer, broken JSON
 UNREADABLE = (OSError, ValueError, ImportError, KeyError, SafetensorError)
 PANICS = "pyo3_runtime"  # the module of what a fault inside tokenizers raises, no `Exception`
 TOKENIZER_FILE = "tokenizer_config.json"  # is written with every tokenizer
-NEEDS_TOKENIZER = (
-    "it needs a tokenizer that was saved there; save one beside the model, or give another tokenizer_name"
-)
+NEEDS_TOKENIZER = "it needs a tokenizer that was saved there; save one beside the model"
+OF_RECIPES = ("model_name_or_path", "tokenizer_name")  # what names a model or a tokenizer where both are options
 
 
 @contextmanager
@@ -38,6 +40,26 @@ def reading(
         raise error_class(f"{option}={str(value)!r} cannot be read: {one_line(error)}; {remedy}") from error
 
 
+def require_file(option: str, path: Path) -> None:
+    """Raise `DataError`, which names the option, unless a file is there; a pipe is one, too."""
+    if path.is_dir():
+        raise DataError(f"{option}={str(path)!r} is a folder; give one of the files in it")
+    if not os.path.exists(path):
+        raise DataError(f"{option}={str(path)!r} does not exist; give the path of a file")
+
+
+def require_place(option: str, name: str) -> None:
+    """Raise `CheckpointError` for the path of a model where nothing is there, and no name on the Hub looks like it."""
+    if os.path.exists(name) or not (name.count("/") > 1 or os.path.isabs(name) or name.startswith((".", "~"))):
+        return
+    path = Path(name)
+    siblings = [place.name for place in path.parent.iterdir() if place.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, n=1)
+    remedy = "give a folder with a saved model, or the name of one on the Hub"
+    hint = f"did you mean {str(path.with_name(near[0]))!r}?" if near else remedy
+    raise CheckpointError(f"{option}={name!r}: there is no such folder; {hint}")
+
+
 def read_tokenizer(option: str, name: str) -> Any:
     """Load the tokenizer that was saved in a folder or under a name on the Hub.
 
@@ -47,7 +69,7 @@ def read_tokenizer(option: str, name: str) -> Any:
     tokenizer = find_tokenizer(option, name)
     if tokenizer is None:
         files = ", ".join(_vocabulary_files(_expected_tokenizer(name)))
-        raise CheckpointError(f"{option}={name!r} has none of the files {files}; {NEEDS_TOKENIZER}")
+        raise CheckpointError(f"{option}={name!r} has none of the files {files}; {_needs_tokenizer(option)}")
     return tokenizer
 
 
@@ -61,7 +83,8 @@ def find_tokenizer(option: str, name: str) -> Any | None:
     """
     from transformers import AutoTokenizer
 
-    with reading(option, name, NEEDS_TOKENIZER):
+    require_place(option, name)
+    with reading(option, name, _needs_tokenizer(option)):
         base = base_of(option, name)
         if base is not None and not is_there(name, TOKENIZER_FILE):
             name = base
@@ -80,6 +103,26 @@ def find_tokenizer(option: str, name: str) -> Any | None:
         if there and (lacking := _lacks(tokenizer)):
             raise ValueError(f"the vocabulary in {' or '.join(there)} has no {lacking}")
     return tokenizer if there or not tokenizer.vocab_files_names else None  # those that work on bytes have none
+
+
+def _needs_tokenizer(option: str) -> str:
+    """Return what to do about a tokenizer that is missing or damaged, with the options of the command at hand."""
+    return f"{NEEDS_TOKENIZER}, or give another tokenizer_name" if option in OF_RECIPES else NEEDS_TOKENIZER
+
+
+def has_tokenizer(name: str) -> bool:
+    """Return whether any file of a tokenizer is there, readable or not, or its class needs none."""
+    expected = _expected_tokenizer(name)
+    files = (TOKENIZER_FILE, *_vocabulary_files(expected))
+    return not expected.vocab_files_names or any(is_there(name, file) for file in files)
+
+
+def without_tokenizer(option: str, name: str) -> str:
+    """Return the warning of a model of text that has none."""
+    return (
+        f"{option}={name!r} has no tokenizer, and eval and the recipes need one; save one there, with"
+        f" AutoTokenizer.from_pretrained(NAME).save_pretrained({name!r})"
+    )
 
 
 def _lacks(tokenizer: Any) -> str | None:

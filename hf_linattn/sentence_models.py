@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from . import architecture
 from .errors import CheckpointError, DataError, UnsupportedModelError
 from .inference import accepted, evaluation_mode, padding_token
-from .reading import reading
+from .reading import reading, require_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +47,7 @@ def is_sentence_model(option: str, name: str) -> bool:
         UnsupportedModelError: it holds another kind of model of sentence-transformers, such as a `SparseEncoder`.
         CheckpointError: it cannot be read.
     """
+    require_place(option, name)
     modules = _read_json(option, name, MODULES_FILE)
     if modules is None:
         return False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.adapter_config import read_adapter_config
-from hf_linattn.cli.push import check_converted, name_card
+from hf_linattn.cli.push import check_converted, named_files
 from hf_linattn.errors import CheckpointError
 from hf_linattn.report.card import patches_in
 from hf_linattn.saving import is_marked
@@ -53,4 +53,4 @@ def test_a_damaged_index_is_a_fault_of_its_checkpoint(tmp_path, content):
 def test_a_card_in_another_encoding_is_named(tmp_path):
     (tmp_path / "README.md").write_bytes("für mich".encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"cannot be read: 'utf-8' codec .*; save its README\.md as UTF-8"):
-        name_card(tmp_path, "me/model")
+        named_files(tmp_path, "me/model")

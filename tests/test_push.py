@@ -216,8 +216,10 @@ def test_an_upload_that_breaks_off_leaves_the_repository_as_it_was(user, hub, tm
         message = user.run("push", tmp_path / "1", "me/model", code=1)
         assert "repository='me/model': the Hub refused the upload" in message and "Traceback" not in message
         assert hub.repositories["me/model"].files == before and hub.repositories["me/model"].commits == 1
+        assert not (tmp_path / "1" / "README.md").exists(), "nor is a card written"
     hub.failing = ""
     user.run("push", tmp_path / "1", "me/model")
+    assert hub.repositories["me/model"].files["README.md"] == (tmp_path / "1" / "README.md").read_bytes()
     assert hub.repositories["me/model"].files["model.safetensors"] != before["model.safetensors"]
 
 

@@ -1,6 +1,6 @@
 """Model cards: what a converted model is, in plain words and as metadata for the Hub."""
 
-from .base import Base, read_base
+from .base import Base, check_hub_id, read_base
 from .conversion import (
     Calibrated,
     Conversion,
@@ -30,6 +30,7 @@ __all__ = [
     "attention_table",
     "card_of",
     "changed_options",
+    "check_hub_id",
     "conversion_card",
     "in_bytes",
     "layers_in_words",

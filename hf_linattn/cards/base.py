@@ -50,8 +50,7 @@ def read_base(name: str, hub_id: str | None = None) -> Base:
     Raises:
         OptionError: `hub_id` is no such name.
     """
-    valid = hub_id is None or HUB_ID.fullmatch(hub_id) is not None
-    require("base_model", hub_id, valid, "a name on the Hub, like gpt2 or HuggingFaceTB/SmolLM2-135M")
+    check_hub_id(hub_id)
     folder = Path(name)
     if not folder.is_dir():
         own = name if HUB_ID.fullmatch(name) else None
@@ -61,6 +60,12 @@ def read_base(name: str, hub_id: str | None = None) -> Base:
     if licence is not None and "license" not in metadata:
         metadata |= {"license": IN_A_FILE, "license_name": "license-of-the-base-model", "license_link": licence.name}
     return Base((hub_id or folder.resolve().name).rpartition("/")[2], hub_id, metadata, licence)
+
+
+def check_hub_id(hub_id: str | None) -> None:
+    """Raise `OptionError` unless the name of a base is one on the Hub, or absent."""
+    valid = hub_id is None or HUB_ID.fullmatch(hub_id) is not None
+    require("base_model", hub_id, valid, "a name on the Hub, like gpt2 or HuggingFaceTB/SmolLM2-135M")
 
 
 def _fetch_card(name: str) -> Path | None:

@@ -14,7 +14,7 @@ from .advise import advise
 from .bench import bench
 from .common import EXIT_CODES
 from .compare import compare
-from .convert import convert
+from .convert import ConvertCommand, convert
 from .distill import distill
 from .env import env
 from .eval import evaluate
@@ -54,7 +54,7 @@ app.command("support")(support)
 app.command("env")(env)
 app.command("advise")(advise)
 app.command("compare")(compare)
-app.command("convert")(convert)
+app.command("convert", cls=ConvertCommand)(convert)
 app.command("finetune", context_settings=PASS_ON)(finetune)
 app.command("distill", context_settings=PASS_ON)(distill)
 app.add_typer(recipes, name="recipes")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import json_object, require
 from ..errors import OptionError
 from ..plan import Plan, name_or_plan
-from ..reading import read_tokenizer
+from ..reading import read_tokenizer, require_file
 from .common import read_texts
 
 if TYPE_CHECKING:
@@ -66,7 +66,13 @@ class PlanRequest:
         return None if self.plan == AUTO else self.plan
 
     def read(self) -> Plan | ChosenPlan | None:
-        """Return the plan that is named or lies in a file, before a model is loaded; None: it is to be chosen."""
+        """Return the plan that is named or lies in a file, before a model is loaded; None: it is to be chosen.
+
+        Raises:
+            DataError: a file of text is not there.
+        """
+        for file in self.text:
+            require_file("text", file)
         if self.file is not None:
             from ..chosen_plan import read_plan_file
 

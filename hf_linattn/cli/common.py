@@ -21,7 +21,7 @@ from ..atomic_io import is_writable, write_json
 from ..command_errors import exit_with_one_line
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
-from ..reading import reading
+from ..reading import reading, require_file, require_place
 from ..training.file_types import FILE_BUILDERS
 
 if TYPE_CHECKING:
@@ -124,10 +124,11 @@ def _rows(file: Path, option: str, column: str) -> list[str]:
 
 
 def _whole(file: Path, option: str) -> str:
+    require_file(option, file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        message = f"{option}: {str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
+        message = f"{option}={str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
         raise DataError(message) from error
 
 
@@ -171,6 +172,7 @@ def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedMode
 @contextmanager
 def reading_model(option: str, model: str) -> Iterator[str]:
     """Give the name that a config and weights are read from, of an adapter its base; errors name the option."""
+    require_place(option, model)
     with reading(option, model, "give a folder with a saved model, or the name of one on the Hub and a connection"):
         base = base_of(option, model)
         if base is None:

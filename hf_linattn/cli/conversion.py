@@ -17,7 +17,7 @@ from ..atomic_io import is_writable
 from ..config import require, require_known
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
-from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer
+from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, without_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
 from .common import (
     DTYPES,
@@ -27,7 +27,7 @@ from .common import (
     read_texts,
     to_default_device,
 )
-from .conversion_words import words
+from .conversion_words import without_place, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,20 +82,25 @@ class Done:
 def run(wanted: Wanted) -> Done:
     """Convert a model, or say what would come of it."""
     from .. import ChosenPlan, patch_model, unpatch_model
-    from ..cards import SENTENCES, Conversion, loader_of, read_base
+    from ..cards import SENTENCES, Conversion, check_hub_id, loader_of, read_base
 
     check_output(wanted.output)
     check_shard_size(wanted.max_shard_size)
+    check_hub_id(wanted.base_model)
     named, texts = wanted.plan.read(), read_texts(wanted.calibrate, "calibrate")
     if named is None or isinstance(named, ChosenPlan):
         from .. import report  # noqa: F401 - draws the plan at the end; a package that it lacks is named now
-    base = read_base(wanted.model, wanted.base_model)
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
     model, modules = original(wanted)
+    base = read_base(wanted.model, wanted.base_model)  # after the model: its error says all where there is none
+    if base.hub_id is None:
+        wanted.say("the card names no original; give --base-model owner/name")
     if named is None or texts:  # what only patches is left where it is: it may be larger than a GPU
         to_default_device(model)
     beside = processors(wanted.model, wanted.max_positions, modules)
     plan = wanted.plan.replacement() if named is None else named
+    if model.main_input_name == "input_ids" and not any(map(tokenizer_of, beside.values())):
+        note(without_tokenizer("model", wanted.model))
     patch_model(model, plan, cross_attention=across)
     length, batches, fitted = state_length(model, wanted), rows_to_fit(model, wanted, texts), None
     if named is None:  # the search comes when all else is known to be right with what replaces heads
@@ -108,7 +113,7 @@ def run(wanted: Wanted) -> Done:
     conversion = Conversion(
         base, SENTENCES if modules else loader_of(model.config), patches_of(model),
         measured=measured_state(model, length, wanted), calibrated=fitted,
-        command=f"hf-linattn {shlex.join(sys.argv[1:])}",
+        command=f"hf-linattn {shlex.join(without_place(word, wanted.model) for word in sys.argv[1:])}",
     )  # fmt: skip
     document = describe(model, wanted, conversion, list(beside)) | ({} if chosen is None else choice(chosen))
     if batches:
@@ -303,7 +308,13 @@ def processors(model: str, max_length: int | None = None, modules: SentenceModel
             found[TOKENIZER_FILE] = tokenizer
         if file := next((file for file in PROCESSORS if is_there(model, file)), None):
             found[file] = AutoProcessor.from_pretrained(model)
-    for tokenizer in (getattr(processor, "tokenizer", processor) for processor in found.values()):
-        if max_length is not None and hasattr(tokenizer, "model_max_length"):
+    for tokenizer in map(tokenizer_of, found.values()):
+        if max_length is not None and tokenizer is not None:
             tokenizer.model_max_length = max_length
     return found
+
+
+def tokenizer_of(processor: Any) -> Any | None:
+    """Return the tokenizer of a processor, which may be one itself; None: it has none, as that of images."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return tokenizer if hasattr(tokenizer, "model_max_length") else None

@@ -82,14 +82,32 @@ def next_steps(conversion: Conversion, model: str, output: str, text: str, plan:
 
 
 def plan_options(document: dict[str, Any], config: PatchConfig) -> str:
-    """Return the options of a recipe that ask for the same plan: by its file where there is one."""
+    """Return the options of a recipe that ask for the same plan: by its file where there is one.
+
+    Added positions come with rows that reach them: what no row reaches is not trained.
+    """
     from ..cards import changed_options
 
     groups = config.to_dict()["groups"]
     plan = [{**group, "options": changed_options(group["mechanism"], group["options"])} for group in groups]
-    longer = f" --max_positions {document['max_positions']}" if document.get("max_positions") else ""
+    most = document.get("max_positions")
+    longer = f" --max_positions {most} --block_size {most}" if most else ""
     if "plan" in document:
         return f"--plan {shlex.quote(document['plan'])}{longer}"
     if len(plan) == 1 and len(plan[0]["layers"]) == config.num_layers and not plan[0]["options"]:
         return f"--mechanism {plan[0]['mechanism']}{longer}"
     return f"--plan {shlex.quote(json.dumps(plan))}{longer}"
+
+
+def without_place(word: str, model: str) -> str:
+    """Return a word of a command as a card shows it to all: of a path on this machine, its last part alone.
+
+    model: the word that names the original, which may be a folder.
+
+    >>> [without_place(word, "me/gpt2") for word in ("/models/gpt2", "--plan=../mine.json", "me/gpt2")]
+    ['gpt2', '--plan=mine.json', 'me/gpt2']
+    """
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    place = Path(value)
+    here = place.is_absolute() or ".." in place.parts or (value == model and place.is_dir())
+    return f"{option}{equals}{place.name}" if here and place.name else word

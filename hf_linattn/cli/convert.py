@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from ..mechanism_table import with_option
 from .choosing import PlanRequest
 from .common import CALIBRATION_TOKENS, CalibrationTokens, Json, Model, exit_on_error, show
 from .completion import mechanism_names
@@ -52,6 +55,42 @@ Length = Annotated[
 ]
 BaseModel = Annotated[str | None, typer.Option(help="name of the original on the Hub, for the card of a folder")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done and written, and write nothing")]
+
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of the click that typer brings or needs
+
+
+class ConvertCommand(TyperCommand):
+    """The command, which says of an option that it lacks and mechanisms have how that is given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        given = list(args)  # which reading empties
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            flag = getattr(error, "option_name", None)
+            if flag is not None and (owners := with_option(option := flag.lstrip("-").replace("-", "_"))):
+                owners.sort(key=lambda owner: owner not in given)  # the one that is asked for comes first
+                named = ", ".join(owners[:3]) + (", ..." if owners[3:] else "")
+                shown = json.dumps({option: value_of(flag, given)})
+                error.message += f", which is one of the mechanisms {named}: give --options '{shown}'"
+            raise
+
+
+def value_of(flag: str, words: list[str]) -> Any:
+    """Return the value that a command line has for a flag, as JSON has it; True: it stands alone.
+
+    >>> value_of("--size", ["--size", "8"]), value_of("--sizes", ["--sizes=[8]"]), value_of("--on", ["--on"])
+    (8, [8], True)
+    """
+    place = next(i for i, word in enumerate(words) if word.partition("=")[0] == flag)
+    after = words[place + 1] if words[place + 1 :] and not words[place + 1].startswith("--") else "true"
+    text = words[place].partition("=")[2] or after
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def convert(

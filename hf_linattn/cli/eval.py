@@ -7,14 +7,14 @@ import gc
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..errors import DataError, OptionError
-from ..reading import read_tokenizer
+from ..errors import CheckpointError, DataError, OptionError
+from ..reading import read_tokenizer, require_file
 from ..recipe_files import locate
 from .bench import numbers
 from .common import (
@@ -107,6 +107,7 @@ def evaluate(
     columns = text_column, text_pair_column, label_column
     read = RowOptions(*columns, names(metrics), document_window, document_stride, original)
     with exit_on_error():
+        check_places(model, files or ())
         kind = kind_of(model, suite)
         check_options(context, kind)
         texts = [] if kind in ROW_SCORES else read_texts(files or (), column=text_column)
@@ -126,6 +127,14 @@ def evaluate(
             paths = {"original": original, "control": control, "converted": model}
             document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
     show(document, as_json, *shown, file=output if suite is not None else None)
+
+
+def check_places(model: str, files: Sequence[Path]) -> None:
+    """Raise an error unless the model is no file, and the files are there."""
+    if Path(model).is_file():
+        raise CheckpointError(f"model={model!r} is a file; the model comes first, a folder or a name, then the files")
+    for file in files:
+        require_file("files", file)
 
 
 def kind_of(model: str, suite: str | None) -> str:

@@ -23,7 +23,7 @@ def report(
         from ..report import Report, four_model_table, stage_table
         from ..report.page import save_page
 
-        found = Report.load(folder)
+        found = Report.load(folder, option="folder")
         if html is not None:
             note(f"wrote {save_page(folder, html)}")
     show(json.loads(found.to_json()), as_json, four_model_table(found), stage_table(found))

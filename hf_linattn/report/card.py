@@ -86,23 +86,33 @@ def save_card(report: Report, directory: str | os.PathLike[str], name: str | Non
 
     name: under which the model is loaded in the example; None: that of the directory.
     """
-    folder, entries = Path(directory), eval_result_entries(report)
-    scores = folder / EVAL_RESULTS_FILE
-    scores.unlink(missing_ok=True)  # of a run before
-    if entries:
-        write_text(scores, yaml_dump(eval_result_entries_to_yaml(entries)))
+    folder = Path(directory)
+    (folder / EVAL_RESULTS_FILE).unlink(missing_ok=True)  # of a run before
+    for file, text in card_files(report, folder, name).items():
+        write_text(folder / file, text)
+    return folder / CARD_FILE
+
+
+def card_files(report: Report, folder: Path, name: str | None = None) -> dict[str, str]:
+    """Return what `save_card` writes: path in the folder -> text; `name`: as for it."""
+    entries = eval_result_entries(report)
+    scores = {EVAL_RESULTS_FILE: yaml_dump(eval_result_entries_to_yaml(entries))} if entries else {}
     shown = name or (folder.name if folder.is_absolute() else folder.as_posix())
-    return write_text(folder / CARD_FILE, str(model_card(report, shown, patches_in(folder))))
+    return scores | {CARD_FILE: str(model_card(report, shown, patches_in(folder)))}
 
 
 def save_adapter_card(report: Report, folder: Path, name: str | None = None) -> Path:
     """Write the card of an adapter into its folder, and return its path; `name`: as for `save_card`."""
+    return write_text(folder / CARD_FILE, str(adapter_card(report, folder, name)))
+
+
+def adapter_card(report: Report, folder: Path, name: str | None = None) -> ModelCard:
+    """Return the card of the adapter in a folder; `name`: as for `save_card`."""
     config = read_adapter_config(folder)
     if config is None:
         raise CheckpointError(f"{str(folder)!r} holds no adapter of this library; give a folder of save_adapter")
     patches = read_patches(config[MODEL_TYPE])
-    card = model_card(report, name or folder.as_posix(), patches, config["base_model_name_or_path"])
-    return write_text(folder / CARD_FILE, str(card))
+    return model_card(report, name or folder.as_posix(), patches, config["base_model_name_or_path"])
 
 
 def patches_in(folder: Path) -> dict[str, PatchConfig] | None:

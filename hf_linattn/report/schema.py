@@ -309,10 +309,10 @@ class Report:
         return write_text(Path(directory) / REPORT_FILE, text)
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> Report:
-        """Read the `report.json` of a directory; see `from_json`."""
+    def load(cls, directory: str | os.PathLike[str], option: str = "directory") -> Report:
+        """Read the `report.json` of a directory; see `from_json`. option: how errors call the directory."""
         path = Path(directory) / REPORT_FILE
-        with reading("directory", directory, "give the output directory of a recipe"):
+        with reading(option, directory, "give the output directory of a recipe"):
             text = path.read_text(encoding="utf-8")
         return cls.from_json(text)
 

@@ -25,7 +25,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_linattn.errors import DataError, did_you_mean
 from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
-from hf_linattn.reading import one_line, reading
+from hf_linattn.reading import one_line, reading, require_file
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.file_types import FILE_BUILDERS
@@ -239,10 +239,7 @@ class PackedMaskingCollator:
 
 def load_file(option: str, path: Path, split: str = "train") -> Dataset:
     """Load one local file with the builder of its extension; option: named it."""
-    if path.is_dir():
-        raise DataError(f"{option}={str(path)!r} is a folder; give one of the files in it")
-    if not path.is_file():
-        raise DataError(f"{option}={str(path)!r} does not exist or is not a file")
+    require_file(option, path)
     if not path.stat().st_size:
         raise DataError(f"{option}={str(path)!r} is empty")
     extension = path.suffix.lower()

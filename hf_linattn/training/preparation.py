@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
-from hf_linattn.reading import read_tokenizer
-from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, ModelArguments
+from hf_linattn.reading import read_tokenizer, require_file
+from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, DataArguments, ModelArguments
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
-from hf_linattn.training.data import TrainingData, is_held_out
+from hf_linattn.training.data import IN_MEMORY, TrainingData, is_held_out
 from hf_linattn.training.embeddings import texts_of
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.chunks import separate_head
@@ -61,6 +62,7 @@ def prepare(
     model_options, data_options, recipe_options, training, distillation = arguments
     directory = RunDirectory(training.output_dir or "", training)
     directory.check(recipe_options.overwrite_output_dir, training.resume_from_checkpoint is not None)
+    require_files(data_options)
     model, task = load_task(model_options.model_name_or_path or "", model_options.dtype)
     if is_patched(model):
         raise OptionError(
@@ -70,6 +72,7 @@ def prepare(
     table = position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
+        warn_of_short_rows(arguments, table)
     task.check(model, data_options, recipe_options)
     task.check_options(arguments)
     settle_windows(arguments, task, table)
@@ -107,6 +110,13 @@ def prepare(
         if isinstance(stage, TrainingStage):
             stage.rehearse(run, model)
     return run
+
+
+def require_files(options: DataArguments) -> None:
+    """Raise `DataError` for a file of text that is not there, before a model is loaded."""
+    for option in IN_MEMORY:
+        if file := getattr(options, option):
+            require_file(option, Path(file))
 
 
 def long_rows(
@@ -248,6 +258,16 @@ def check_kept_logits(model: PreTrainedModel, task: Task, arguments: Arguments) 
     }  # fmt: skip
     for reason, holds in reasons.items():
         refuse("keep_logits", holds and True, reason)
+
+
+def warn_of_short_rows(arguments: Arguments, table: int | None) -> None:
+    """Warn of positions that were added and that no row reaches; table: those before; None: any number of them."""
+    size, wanted = arguments.data.block_size, arguments.model.max_positions
+    if table is not None and max(size, arguments.distillation.long_block_size or 0) <= table:
+        logger.warning(
+            "max_positions=%s: rows of block_size=%d tokens reach none beyond the original's %d positions, so the"
+            " added ones are not trained; give block_size %s, or leave max_positions out", wanted, size, table, wanted,
+        )  # fmt: skip
 
 
 def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:

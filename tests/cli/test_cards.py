@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from typer.testing import CliRunner
 
 from hf_linattn import patch_model
-from hf_linattn.cards import Measured, measured_sentence, read_base
-from hf_linattn.cli.push import name_card
+from hf_linattn.cards import WRITTEN, Measured, measured_sentence, read_base
+from hf_linattn.cli import app
+from hf_linattn.cli.push import named_files
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation import MemoryRow
 from hf_linattn.report import Accuracies, model_card, save_card
@@ -66,24 +69,51 @@ def test_push_puts_its_name_into_the_card_and_leaves_what_a_person_added(report,
     card = save_card(report, tmp_path)
     assert f'from_pretrained("{tmp_path.name}")' in card.read_text(), "no path of one machine"
     card.write_text(card.read_text().replace("## Limits", "## Mine\n\nI added this.\n\n## Limits"))
-    name_card(tmp_path, "me/model")
-    text = card.read_text()
+    (text,) = named_files(tmp_path, "me/model").values()
     assert 'from_pretrained("me/model")' in text and "I added this." in text and tmp_path.name not in text
     card.write_text('A card of my own: AutoModel.from_pretrained("mine")')
-    name_card(tmp_path, "me/model")
-    assert '"mine"' in card.read_text()
+    assert named_files(tmp_path, "me/model") == {}
 
 
 def test_push_writes_a_card_where_there_is_none_that_claims_nothing(tmp_path):
     patch_model(make_model("bert"), {"linear": 0}).save_pretrained(tmp_path / "model")
-    name_card(tmp_path / "model", "me/model")
-    card = ModelCard.load(tmp_path / "model" / "README.md")
+    card = ModelCard(named_files(tmp_path / "model", "me/model")["README.md"])
     said = first_sentences(card)
     assert said.startswith("bert with linear in place of softmax attention in 1 of 2 attention layers.")
     assert "UNTRAINED" not in card.text and "untrained" not in card.data.tags
     assert "not measured" in said and "How it was trained is not recorded here." in card.text
     assert card.data.base_model is None and card.data.pipeline_tag == "fill-mask"
     assert "AutoModelForMaskedLM" in card.text
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Path:
+    """Converted models, with a card and without one."""
+    folder = tmp_path_factory.mktemp("places")
+    model = patch_model(make_model("bert"), "linear")
+    for name in ("carded", "plain"):
+        model.save_pretrained(folder / name)
+    (folder / "carded" / "README.md").write_text(f'AutoModel.from_pretrained("carded") {WRITTEN}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("folder", "repository", "message"),
+    [
+        ("carded", "no name!", "OptionError: repository='no name!' is no name on the Hub; give user/name"),
+        ("plain", "../plain", "OptionError: repository='../plain' is no name on the Hub; give user/name"),
+        ("carded", "me/model", "repository='me/model': the Hub refused the upload"),  # there is no connection
+        ("plain", "me/model", "repository='me/model': the Hub refused the upload"),
+        ("me/carded", "carded", "folder='me/carded': there is no such folder; the folder comes first, then the name"),
+        ("me/model", "me/carded", "folder='me/model': there is no such folder; give the folder of a converted model"),
+    ],
+)
+def test_a_push_that_fails_changes_nothing(places, monkeypatch, folder, repository, message):
+    monkeypatch.chdir(places)
+    before = {file: file.read_bytes() for file in places.rglob("*") if file.is_file()}
+    result = CliRunner().invoke(app, ["push", folder, repository])
+    assert result.exit_code == 1 and message in result.output and "Traceback" not in result.output
+    assert {file: file.read_bytes() for file in places.rglob("*") if file.is_file()} == before
 
 
 def test_the_base_is_named_by_its_name_on_the_hub_alone(tmp_path):

@@ -30,7 +30,7 @@ from hf_linattn.cli import app, conversion
 from hf_linattn.cli.choosing import TEXT_ROWS, text_batches
 from hf_linattn.cli.conversion import processors
 from hf_linattn.errors import CheckpointError
-from hf_linattn.support.tiny import tiny_config
+from hf_linattn.support.tiny import tiny_config, tiny_model
 from hf_linattn.training.arguments import ModelArguments
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -145,7 +145,8 @@ REFUSED = {
     "--mechanism linear --seed 1": r"seed must be absent where no plan is chosen",
     "--plan auto --layers 0": r"layers='0' is for a mechanism alone",
     "--plan auto --keep few": r"keep must be a share like 0.1",
-    "--mechanism hedgehog --calibrate missing.txt": r"DataError: calibrate: .* give a text file in UTF-8",
+    "--mechanism hedgehog --calibrate missing.txt": r"DataError: calibrate='.*' does not exist; give the path of a",
+    "--plan auto --text latin.txt": r"DataError: text='.*' cannot be read as text: .*; give a text file in UTF-8",
     "--mechanism hedgehog --calibrate short.txt": r"calibrate: no document has the 64 tokens of one row",
     "--mechanism hedgehog --calibrate text.txt --calibration-tokens 63": r"calibration_tokens .* >= 64",
     "--mechanism streaming --calibrate text.txt": r"nothing of its own that could be fitted; leave calibrate out",
@@ -173,7 +174,8 @@ def test_what_is_wrong_is_refused_by_name_before_anything_is_written(
         monkeypatch.setattr(hf_linattn, takes_long, Mock(side_effect=AssertionError))
     (tmp_path / "short.txt").write_text("w5 w6")
     (tmp_path / "text.txt").write_text((original.parent / "text.txt").read_text())
-    files = {name: str(tmp_path / name) for name in ("missing.txt", "short.txt", "text.txt")}
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    files = {name: str(tmp_path / name) for name in ("missing.txt", "short.txt", "text.txt", "latin.txt")}
     given = [files.get(part, part) for part in arguments.split()]
     said = answer("convert", original, tmp_path / "out", *given, code=1).strip().splitlines()[-1]
     assert re.search(message, said), said
@@ -223,6 +225,54 @@ def test_the_card_of_a_conversion_says_what_it_is_and_that_nothing_was_trained(o
     state = json.loads(again)["state"]
     kilobytes = f"{state['patched'] / 1000:.1f} kB instead of {state['original'] / 1000:.0f} kB"
     assert f"decoding state of {kilobytes} at 40 tokens" in card.text
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_card_has_no_path_of_the_machine_and_a_folder_that_nothing_names_is_said(
+    original, tmp_path, monkeypatch, named
+):
+    monkeypatch.chdir(original.parent.parent)
+    relative, text = f"{original.parent.name}/tiny", original.parent / "text.txt"
+    for number, model in enumerate([original, relative, f"../{original.parent.parent.name}/{relative}"]):
+        places = ["convert", model, tmp_path / str(number), "--mechanism", "hedgehog", "--length", 0]
+        arguments = [str(x) for x in [*places, f"--calibrate={text}", *(["--base-model", "me/tiny"] * named)]]
+        monkeypatch.setattr("sys.argv", ["hf-linattn", *arguments])
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        said = "the card names no original; give --base-model owner/name"
+        assert result.stderr.splitlines().count(said) == (not named)
+        card = (tmp_path / str(number) / "README.md").read_text()
+        assert f"hf-linattn convert tiny {number} --mechanism hedgehog --length 0 --calibrate=text.txt" in card
+        assert str(tmp_path.parent) not in card and relative not in card
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_a_model_of_text_without_a_tokenizer_is_warned_of(tmp_path, name):
+    """By `convert` and by `push`, which ends here without a connection."""
+    model = make_model("gpt2") if name == "gpt2" else tiny_model(name)
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear"]
+    runs = {"model": CliRunner().invoke(app, [str(argument) for argument in arguments])}
+    runs["out"] = CliRunner().invoke(app, ["push", str(tmp_path / "out"), "me/model"])
+    for folder, run in runs.items():
+        place = str(tmp_path / folder)
+        assert run.stderr.count(f"={place!r} has no tokenizer") == (name == "gpt2"), run.stderr
+        assert run.stderr.count(f"(NAME).save_pretrained({place!r})") == (name == "gpt2")
+    make_tokenizer().save_pretrained(tmp_path / "out")
+    assert "no tokenizer" not in CliRunner().invoke(app, ["push", str(tmp_path / "out"), "me/model"]).stderr
+
+
+OF_MECHANISMS = {
+    ("--mechanism", "local", "--window_size", "8"): """mechanisms local, .*: give --options '{"window_size": 8}'""",
+    ("--window-size=256",): """--window-size, .* mechanisms .*, ...: give --options '{"window_size": 256}'""",
+    ("--decay", "learned", "--json"): """ give --options '{"decay": "learned"}'""",
+    ("--widnow_size", "256"): "No such option: --widnow_size *│",
+}
+
+
+@pytest.mark.parametrize("given", OF_MECHANISMS, ids=" ".join)
+def test_an_option_of_a_mechanism_is_said_how_to_give(given):
+    assert re.search(OF_MECHANISMS[given], answer("convert", "model", "out", *given, code=2))
 
 
 def test_a_licence_that_lies_in_a_file_comes_along(original, tmp_path):

@@ -45,7 +45,8 @@ def test_it_is_converted_with_its_modules_and_scored_beside_its_original(folder,
     card = (out / "README.md").read_text()
     shown = answer("convert", folder / "model", tmp_path / "shown", *options)
     assert f"hf-linattn eval {tmp_path / 'shown'} test.jsonl --original {folder / 'model'}" in shown
-    assert "--mechanism linear --max_positions 16 --train_file train.jsonl" in shown.split("recover: ")[1]
+    longer = "--max_positions 16 --block_size 16"
+    assert f"--mechanism linear {longer} --train_file train.jsonl" in shown.split("recover: ")[1]
     assert "library_name: sentence-transformers" in card and 'SentenceTransformer("' in card
     found = json.loads(answer("eval", out, folder / "rows.jsonl", "--original", folder / "model", "--json"))
     cut = [text.split()[:16] for text in TEXTS]
@@ -80,7 +81,7 @@ def test_pairs_and_windows(folder):
         ("rows.jsonl", ("--metrics", "accuracy"), "metrics='accuracy' is an option of classifiers"),
         ("rows.jsonl", ("--text_column", "txt"), "text_column='txt' is not a column"),
         ("long.jsonl", (), "'w9' has one word"),
-        ("missing.jsonl", (), "does not exist or is not a file"),
+        ("missing.jsonl", (), "files=.* does not exist; give the path of a file"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(folder, file, options, message):

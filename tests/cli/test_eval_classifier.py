@@ -101,7 +101,7 @@ def test_numbers_are_scored_by_their_correlation(folder):
         ("original", "one.jsonl", ("--original", "x"), "original='x' is an option of .* embedding models, not of"),
         ("original", "one.jsonl", ("--metrics", "pearson"), "metric 'pearson' is of regression"),
         ("original", "one.jsonl", ("--label_column", "labels"), "label_column='labels' is not a column"),
-        ("original", "missing.jsonl", (), "does not exist or is not a file"),
+        ("original", "missing.jsonl", (), "files=.* does not exist; give the path of a file"),
         ("broken", "one.jsonl", (), "logits must be finite, or the model is broken: .* got .nan."),
         ("number", "one.jsonl", (), "holds string; name a column of numbers"),
         ("original", "one.jsonl", ("--suite", "language"), "which predicts no tokens and has no perplexity"),

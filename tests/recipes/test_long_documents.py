@@ -102,6 +102,14 @@ def test_the_teacher_has_its_own_positions_and_answers_for_whole_documents(mater
         torch.testing.assert_close(pooled.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("block_size", "warned"), [(6, 1), (7, 0)])
+def test_positions_that_no_row_reaches_are_warned_of(material, tmp_path, caplog, block_size, warned):
+    prepare(parse_arguments(command(material, tmp_path / "out", **OPTIONS | {"block_size": block_size}), DISTILLATION))
+    said = [message for message in caplog.messages if "max_positions=16" in message]
+    assert len(said) == warned
+    assert all("block_size=6" in x and "the original's 6 positions" in x and "give block_size 16" in x for x in said)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,6 +15,7 @@ import yaml
 
 from hf_linattn.config import require
 from hf_linattn.errors import HfLinattnError, OptionError
+from hf_linattn.mechanism_table import with_option
 from hf_linattn.reading import one_line
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where PyYAML has libyaml
@@ -55,7 +56,11 @@ def plain_name(flag: str) -> str:
 
 def unknown_option(name: object, known: set[str]) -> OptionError:
     """Name the nearest options; all of them would be a page."""
-    nearest = difflib.get_close_matches(plain_name(str(name)), known, n=3)
+    plain = plain_name(str(name))
+    if "mechanism_options" in known and with_option(plain):
+        shown = json.dumps({plain: "..."})
+        return OptionError(f"unknown option {name!r}; it is one of a mechanism: give mechanism_options '{shown}'")
+    nearest = difflib.get_close_matches(plain, known, n=3)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
 
