@@ -20,6 +20,7 @@ class UnknownNameError(HfLinattnError, LookupError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str], former: Mapping[str, str] | None = None):
         super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), known, former)}")
+        self.kind, self.name = kind, name
 
 
 class OptionError(HfLinattnError, ValueError):
