@@ -132,18 +132,19 @@ class PatchConfig:
 
 
 def _saved(name: str, options: Mapping[str, Any], place: str) -> MechanismConfig:
-    """Return the config of a saved group; `CheckpointError` for what comes from a package that is not there."""
+    """Return the config of a saved group; what comes from a package that is not there is named with that remedy."""
     try:
         return make_config(name, options, saved=True)
     except UnknownNameError as error:
         if error.kind not in ADDED:
             raise
-        message = (
-            f"hf_linattn.{place.rstrip('.')} in config.json has the {error.kind} {error.name!r}, which nothing here"
-            " registers; it comes from another package, or from a newer hf_linattn: install that, or import the module"
-            " that registers it, before loading"
-        )
-    raise CheckpointError(message)  # without the nearest names: the weights fit none of these
+        kind, unknown = error.kind, error.name
+    remedy = (
+        f"hf_linattn.{place.rstrip('.')} in config.json has it from another package, or from a newer hf_linattn;"
+        " install that, or import the module that registers it, before loading"
+    )
+    # not the nearest names, which the weights do not fit; no ValueError, which AutoTokenizer would hide behind another
+    raise UnknownNameError(kind, unknown, (), remedy=remedy)
 
 
 def _read(data: object, name: str, kind: type[T], place: str = "") -> T:
