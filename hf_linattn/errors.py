@@ -18,8 +18,12 @@ class HfLinattnError(Exception):
 class UnknownNameError(HfLinattnError, LookupError):
     """A mechanism, feature map, kernel or option name that is not registered."""
 
-    def __init__(self, kind: str, name: object, known: Iterable[str], former: Mapping[str, str] | None = None):
-        super().__init__(f"unknown {kind} {name!r}{did_you_mean(str(name), known, former)}")
+    def __init__(
+        self, kind: str, name: object, known: Iterable[str], former: Mapping[str, str] | None = None, remedy: str = ""
+    ):
+        hint = f"; {remedy}" if remedy else did_you_mean(str(name), known, former)
+        super().__init__(f"unknown {kind} {name!r}{hint}")
+        self.kind, self.name = kind, name
 
 
 class OptionError(HfLinattnError, ValueError):

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .config import MechanismConfig, make_config, read_json, require
-from .errors import CheckpointError, OptionError, did_you_mean
+from .errors import CheckpointError, OptionError, UnknownNameError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 KEPT = "softmax"  # what serves the heads and layers that a plan leaves out, without any option
 FORMAT_VERSION = 2  # added cross_attention; what has none is written as 1, which older versions read
+ADDED = ("mechanism", "feature map")  # what other packages may register
 
 LayerSpec = str | int | Iterable[int] | None
 Plan = str | MechanismConfig | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -93,7 +94,7 @@ class PatchConfig:
         for number, group in enumerate(_read(data, "groups", list, within)):
             place = f"{within}groups[{number}]."
             name, options = _read(group, "mechanism", str, place), _read(group, "options", dict, place)
-            config = make_config(name, options, saved=True)
+            config = _saved(name, options, place)
             _warn_of_unknown(group, ("mechanism", "options", "layers"), place)
             for index in parse_layers(_read(group, "layers", list, place), num_layers):
                 if index in layers:
@@ -128,6 +129,22 @@ class PatchConfig:
             raise OptionError(f"a mechanism config carries its options itself; remove the argument {given!r}")
         config: Any = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)  # type: ignore[arg-type]
         return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
+
+
+def _saved(name: str, options: Mapping[str, Any], place: str) -> MechanismConfig:
+    """Return the config of a saved group; what comes from a package that is not there is named with that remedy."""
+    try:
+        return make_config(name, options, saved=True)
+    except UnknownNameError as error:
+        if error.kind not in ADDED:
+            raise
+        kind, unknown = error.kind, error.name
+    remedy = (
+        f"hf_linattn.{place.rstrip('.')} in config.json has it from another package, or from a newer hf_linattn;"
+        " install that, or import the module that registers it, before loading"
+    )
+    # not the nearest names, which the weights do not fit; no ValueError, which AutoTokenizer would hide behind another
+    raise UnknownNameError(kind, unknown, (), remedy=remedy)
 
 
 def _read(data: object, name: str, kind: type[T], place: str = "") -> T:

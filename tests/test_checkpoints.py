@@ -18,15 +18,24 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BartConfig,
     BartForConditionalGeneration,
     EncoderDecoderModel,
 )
 
-from hf_linattn import CheckpointError, HfLinattnError, PatchConfig, PatchError, get_mechanisms, patch_model
+from hf_linattn import (
+    CheckpointError,
+    HfLinattnError,
+    PatchConfig,
+    PatchError,
+    UnknownNameError,
+    get_mechanisms,
+    patch_model,
+)
 from hf_linattn.hub import load_checkpoint
 from hf_linattn.mechanisms import MECHANISMS
-from tests.helpers import logits_of, make_patched, make_tokens
+from tests.helpers import logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import make_model
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -50,7 +59,10 @@ DAMAGES = [
     (lambda d: d["hf_linattn"].update(format_version=3), CheckpointError, "format_version 3 .*newer"),
     (lambda d: d["hf_linattn"].pop("groups"), CheckpointError, "groups"),
     (lambda d: d["hf_linattn"].update(num_layers=5), PatchError, "for 5 attention layers, the model has 2"),
-    (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="hedgehg"), HfLinattnError, "did you mean hedgehog"),
+    (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="hedgehg"), UnknownNameError,
+     r"mechanism 'hedgehg'; hf_linattn.groups\[0\] in config.json has it from another package, .* before loading$"),
+    (lambda d: d["hf_linattn"]["groups"][0].update(mechanism="by_head", options={"plan": {"hedgehg": 0}}),
+     UnknownNameError, "mechanism 'hedgehg'; .* from another package"),
     (lambda d: d["hf_linattn"]["groups"][0]["options"].update(x=1), HfLinattnError, "no option 'x'"),
     (lambda d: d.pop("hf_linattn"), CheckpointError, "no field 'hf_linattn'"),
     (lambda d: d.pop("base_config"), CheckpointError, "no field 'base_config'"),
@@ -71,6 +83,14 @@ def test_a_damaged_config_names_the_field(folder, change, error, message):
     change_config(folder, change)
     with pytest.raises(error, match=message):
         load(folder)
+
+
+def test_a_tokenizer_beside_a_mechanism_that_is_missing_says_so_too(folder):
+    make_tokenizer().save_pretrained(folder)
+    (folder / "tokenizer_config.json").unlink()
+    change_config(folder, lambda d: d["hf_linattn"]["groups"][0].update(mechanism="gated_mean"))
+    with pytest.raises(UnknownNameError, match=r"mechanism 'gated_mean'; .* from another package"):
+        AutoTokenizer.from_pretrained(folder)
 
 
 def test_fields_of_a_newer_version_are_left_out_with_a_warning(folder, caplog):

@@ -174,7 +174,7 @@ GROUP = {"mechanism": "linear", "options": {}, "layers": [0]}
         ({"groups": [GROUP, GROUP]}, "layer 0"),
         ({"groups": [{**GROUP, "options": None}]}, "options"),
         ({"groups": [{**GROUP, "options": {"sed": 1}}]}, "'sed'"),
-        ({"groups": [{**GROUP, "mechanism": "linaer"}]}, "unknown mechanism 'linaer'; did you mean linear"),
+        ({"groups": [{**GROUP, "mechanism": "linaer"}]}, r"mechanism 'linaer'; .*groups\[0\] in config.json has"),
         ({"groups": [{"mechanism": "linear", "layers": [0]}]}, "options"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hf_linattn import list_mechanisms
+from hf_linattn.cards import loading_lines, packages_of, sources
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing import check_mechanism
 from hf_linattn.testing.invariants import CAUSAL_ONLY, INVARIANTS
@@ -42,6 +43,18 @@ def test_an_installed_mechanism_is_listed_and_keeps_every_invariant(tmp_path: Pa
     report = check_mechanism(NAME, ["llama"])
     assert len(report.checks) == 2 * len(INVARIANTS) - len(CAUSAL_ONLY)
     assert [(check.case.mode, check.invariant, check.error) for check in report.failures] == []
+    monkeypatch.delitem(sys.modules, module)
+
+
+def test_a_card_names_the_package_of_a_mechanism(tmp_path: Path, monkeypatch):
+    module = install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(MECHANISMS, "_discovered", False)
+    monkeypatch.setattr(MECHANISMS, "_entries", dict(MECHANISMS._entries))
+    packages = packages_of([NAME, "linear"])
+    assert packages == ["hf-linattn-gated-mean"]
+    assert "# pip install hf_linattn hf-linattn-gated-mean\n" in loading_lines("AutoModel", "me/mine", None, packages)
+    assert sources([NAME, "linear"]) == sources(["linear"]), "without a paper there is no entry"
     monkeypatch.delitem(sys.modules, module)
 
 

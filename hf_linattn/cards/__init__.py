@@ -13,7 +13,7 @@ from .conversion import (
     title,
     uses_and_limits,
 )
-from .loading import PIPELINE_TAGS, SENTENCES, WRITTEN, library_of, loader_of, loading_lines, with_name
+from .loading import PIPELINE_TAGS, SENTENCES, WRITTEN, library_of, loader_of, loading_lines, packages_of, with_name
 from .wording import Measured, changed_options, in_bytes, layers_in_words, measured_sentence
 
 CARD_FILE = "README.md"
@@ -40,6 +40,7 @@ __all__ = [
     "measured_sentence",
     "mechanism_names",
     "names_in_layer",
+    "packages_of",
     "read_base",
     "sources",
     "title",

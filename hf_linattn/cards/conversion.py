@@ -13,7 +13,7 @@ from ..markdown import markdown_table
 from ..plan import KEPT, PatchConfig, read_entries
 from ..registry import MECHANISMS
 from .base import Base
-from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines
+from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines, packages_of
 from .wording import Measured, layers_in_words, measured_sentence
 
 UNTRAINED = "**UNTRAINED.**"
@@ -81,7 +81,7 @@ def conversion_card(conversion: Conversion, name: str) -> ModelCard:
         f"# {data.model_name}",
         " ".join(_first_sentences(conversion)),
         "## Load",
-        loading_lines(conversion.loader, name, conversion.adapter_of),
+        loading_lines(conversion.loader, name, conversion.adapter_of, packages_of(mechanisms)),
         "## Attention",
         attention_table(conversion.patches),
         "## Training",
@@ -119,8 +119,9 @@ def uses_and_limits(base: Base) -> list[str]:
 
 
 def sources(mechanisms: Sequence[str]) -> str:
-    """Return the papers of the mechanisms."""
-    return "\n".join(f"- `{name}`: {MECHANISMS.get(name).citation}" for name in mechanisms)
+    """Return the papers of the mechanisms that name one."""
+    papers = {name: MECHANISMS.get(name).citation for name in mechanisms}
+    return "\n".join(f"- `{name}`: {paper}" for name, paper in papers.items() if paper)
 
 
 def mechanism_names(patches: Mapping[str, PatchConfig]) -> list[str]:

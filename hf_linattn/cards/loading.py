@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
+from ..registry import MECHANISM_PACKAGE
 from ..saved_config import auto_classes, class_names
 
 # Auto class that loads a model -> what the Hub calls its work; the first that fits is named
@@ -24,7 +27,7 @@ PIPELINE_TAGS: dict[str, str] = {
 SENTENCES = "SentenceTransformer"  # loads by its constructor, from a library of its own
 LINES = """\
 ```python
-import hf_linattn  # pip install hf_linattn
+import hf_linattn  # pip install hf_linattn{packages}
 from {library} import {loader}
 
 model = {call}("{name}")
@@ -35,7 +38,7 @@ The import teaches transformers the model type. A program that cannot import it,
 attention is not softmax."""
 ADAPTER_LINES = """\
 ```python
-from hf_linattn.training import load_adapter  # pip install "hf_linattn[train]"
+from hf_linattn.training import load_adapter  # pip install "hf_linattn[train]"{packages}
 from transformers import {loader}
 
 base = "{base}"
@@ -65,16 +68,25 @@ def loader_of(config: Any) -> str:
     return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
 
 
-def loading_lines(loader: str, name: str, adapter_of: str | None = None) -> str:
+def packages_of(mechanisms: Collection[str]) -> list[str]:
+    """Return the packages beside this library that mechanisms come from, as their entry points say."""
+    points = entry_points(group=MECHANISM_PACKAGE)
+    return sorted({point.dist.name for point in points if point.name in mechanisms and point.dist is not None})
+
+
+def loading_lines(loader: str, name: str, adapter_of: str | None = None, packages: Sequence[str] = ()) -> str:
     """Return the lines that load a model, in Markdown.
 
-    adapter_of: the base of what is an adapter; None: it is a whole model.
+    Args:
+        adapter_of: the base of what is an adapter; None: it is a whole model.
+        packages: have to be installed, too.
     """
+    also = "".join(f" {package}" for package in packages)
     if adapter_of is not None:
-        return ADAPTER_LINES.format(loader=loader, name=name, base=adapter_of)
+        return ADAPTER_LINES.format(loader=loader, name=name, base=adapter_of, packages=also)
     call = loader if loader == SENTENCES else f"{loader}.from_pretrained"
     module = library_of(loader).replace("-", "_")
-    return LINES.format(library=module, loader=loader, call=call, name=name)
+    return LINES.format(library=module, loader=loader, call=call, name=name, packages=also)
 
 
 def library_of(loader: str) -> str:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
+from ..console_table import console_table
 from ..reading import read_tokenizer
 from .common import Json, Model, exit_on_error, read_model, read_texts, show
 
@@ -33,7 +33,7 @@ def advise(
         loaded = read_model("model", model, None)
         settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
-    table = Table(
+    table = console_table(
         "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
         caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: of prompts, softmax has"
         f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours;"

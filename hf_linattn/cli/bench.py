@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from ..console_table import console_table
 from ..errors import OptionError
 from .common import STOPPED, Json, exit_on_error, note, read_model, set_threads, show
 
@@ -94,7 +95,7 @@ def row(speed: SpeedRow, memory: MemoryRow) -> list[str]:
 
 def table(speed: Sequence[SpeedRow], memory: Sequence[MemoryRow]) -> Table:
     """Return the table of all lengths that were measured."""
-    found = Table(*HEADS)
+    found = console_table(*HEADS)
     for one, other in zip(speed, memory, strict=False):
         found.add_row(*row(one, other))
     return found

@@ -112,15 +112,17 @@ def _has_rows(file: Path) -> bool:
 
 
 def _rows(file: Path, option: str, column: str) -> list[str]:
+    from ..training.columns import misread
     from ..training.data import load_file, text_of
 
     rows = load_file(option, file)
     if column not in rows.column_names:
+        rename = "rename the one of the texts, or name it with text_column where the command has that"
         raise DataError(
-            f"{option}: {str(file)!r} has no column {column!r}, but {', '.join(rows.column_names)}; rename the one of"
-            " the texts, or name it with text_column where the command has that"
+            f"{option}: {str(file)!r} has no column {column!r}, but {', '.join(rows.column_names)};"
+            f" {misread(rows) or rename}"
         )
-    return list(text_of(file.name, rows, column)["text"])
+    return list(text_of(repr(str(file)), rows, column)["text"])
 
 
 def _whole(file: Path, option: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from ..console_table import console_table
 from ..plan import PatchConfig
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def words(
 
 def attention_table(document: dict[str, Any]) -> Table:
     """Return which attention serves which layers."""
-    table = Table("attention", "layers", box=None, pad_edge=False)
+    table = console_table("attention", "layers", box=None, pad_edge=False)
     for row in document["attention"]:
         table.add_row(escape(row["attention"]), row["layers"])
     return table

@@ -6,9 +6,9 @@ import platform
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from .. import __version__
+from ..console_table import console_table
 from ..versions import installed_version
 from .common import Json, exit_on_error, load, show, to_default_device
 
@@ -51,7 +51,7 @@ def env(model: Explained = None, as_json: Json = False) -> None:
     found["threads"] = torch.get_num_threads()
     found["native"] = library.available()
     found["backend"] = DEFAULT_BACKEND
-    table = Table("what", "value")
+    table = console_table("what", "value")
     for name, value in found.items():
         table.add_row(*in_words(name, value))
     if report is None:

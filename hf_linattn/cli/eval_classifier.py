@@ -93,7 +93,8 @@ def classifier_scores(
     require("max_length", max_length, max_length is None or max_length >= 2, "at least 2")
     length = max_length or (LARGEST_COUNT if window else limit or LARGEST_COUNT)
     columns = options.text_column, options.label_column, options.text_pair_column
-    rows = [text_of("test", load_file("files", file), *columns, label_kinds=task.label_kinds) for file in files]
+    kinds = task.label_kinds
+    rows = [text_of(repr(str(file)), load_file("files", file), *columns, label_kinds=kinds) for file in files]
     data = DataArguments(block_size=length, metrics=list(options.metrics) or None)
     windows = None if window is None else windows_for(tokenizer, window, options.document_stride)
     found = task.score(loaded, TextEncoder(tokenizer, data), concatenate_datasets(rows), batch_size, windows)

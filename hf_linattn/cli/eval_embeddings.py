@@ -69,7 +69,7 @@ def read_texts(files: list[Path], options: RowOptions) -> Texts:
     from ..training.data import load_file, text_of
 
     columns: dict[str, Any] = {"pair_column": options.text_pair_column}
-    rows = [text_of("test", load_file("files", file), options.text_column, **columns) for file in files]
+    rows = [text_of(repr(str(file)), load_file("files", file), options.text_column, **columns) for file in files]
     texts = Texts.of(concatenate_datasets(rows))
     texts.check()
     return texts

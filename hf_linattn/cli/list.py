@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from ..config import require_known
+from ..console_table import console_table
 from ..mechanism_table import rows
 from .common import Json, exit_on_error, show
 from .completion import mechanism_names
@@ -53,7 +54,7 @@ def facts(row: dict[str, Any]) -> str:
 
 def options(row: dict[str, Any]) -> Table:
     """Return the options of a mechanism."""
-    table = Table("option", "default", "meaning")
+    table = console_table("option", "default", "meaning")
     for option in row["options"]:
         table.add_row(option["name"], str(option["default"]), option["help"].replace("[", "\\["))
     return table

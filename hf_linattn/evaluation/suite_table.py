@@ -8,6 +8,7 @@ from functools import partial
 from rich import box
 from rich.table import Table
 
+from ..console_table import console_table
 from .paired import Difference, Score
 from .side_by_side import ROLES, Row, SuiteReport, TaskMean
 
@@ -31,12 +32,10 @@ def suite_table(report: SuiteReport) -> Table:
     cells |= {head: column for head, column in facts.items() if len({*column}) > 1}
     cells |= {head: column for head, cell in SCORES.items() if {*(column := [cell(row) for row in rows])} != {NONE}}
     window = "no window" if report.window is None else f"window {report.window:,}"
-    table = Table(
-        title=f"{report.model}, {window}", caption="; ".join([*common, CAPTION]), box=box.SIMPLE, padding=0,
-        show_edge=False,
+    table = console_table(
+        *cells, numbers=True, title=f"{report.model}, {window}", caption="; ".join([*common, CAPTION]),
+        box=box.SIMPLE, padding=0, show_edge=False,
     )  # fmt: skip
-    for head in cells:
-        table.add_column(head, justify="left" if head == "test" else "right")
     for line in zip(*cells.values(), strict=True):
         table.add_row(*line)
     return table
@@ -44,10 +43,8 @@ def suite_table(report: SuiteReport) -> Table:
 
 def means_table(means: tuple[TaskMean, ...]) -> Table:
     """Return the means over tasks, of short prompts and of long ones."""
-    table = Table(title="mean of the tasks")
-    table.add_column("prompts")
-    for head in (*ROLES, "/ original", "/ original, above chance", "as good"):
-        table.add_column(head, justify="right")
+    heads = ("prompts", *ROLES, "/ original", "/ original, above chance", "as good")
+    table = console_table(*heads, numbers=True, title="mean of the tasks")
     for mean in means:
         values = mean.original, mean.control, mean.converted, mean.of_original, mean.above_chance, mean.win_and_tie
         cells = [NONE if value is None else f"{value:.3f}" for value in values]

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ..atomic_io import write_text
+from ..console_table import console_table
 from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from ..markdown import markdown_table
 from .plots import PLOTS, save_plots
@@ -54,21 +55,20 @@ READERS = ("recovered", "original", "control")  # of one text
 
 def four_model_table(report: Report) -> Table:
     """Return the four models side by side, for `rich.print`: perplexity, and its ratio to the better softmax model."""
-    table = Table(title=f"{report.base_model}: {report.mechanism} instead of softmax", caption=verdict(report))
-    table.add_column("model", style="bold")
-    table.add_column("what it is")
-    for head in score_heads(report):
-        table.add_column(head, justify="right")
-    for row in model_rows(report):
-        table.add_row(*row, style="green" if row[0] == "recovered" else None)
+    rows = model_rows(report)
+    what = [f"{name}: {described}" for name, described, *_ in rows]  # below: numbers leave no room
+    table = console_table(
+        "model", *score_heads(report), numbers=True, caption="\n".join([verdict(report), *what]),
+        title=f"{report.base_model}: {report.mechanism} instead of softmax", caption_justify="left",
+    )  # fmt: skip
+    for name, _, *scores in rows:
+        table.add_row(name, *scores, style="green" if name == "recovered" else None)
     return table
 
 
 def stage_table(report: Report) -> Table:
     """Return the way from converted to recovered, for `rich.print`."""
-    table = Table(title="after each stage")
-    for number, head in enumerate(stage_heads(report)):
-        table.add_column(head, justify="right" if number else "left")
+    table = console_table(*stage_heads(report), numbers=True, title="after each stage")
     for row in stage_rows(report):
         table.add_row(*row)
     return table

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ..config import make_config, require, require_known
+from ..console_table import console_table
 from ..errors import UnsupportedModeError
 from ..mechanisms import MECHANISMS, Mechanism
 from .cross import CROSS_INVARIANTS
@@ -75,7 +76,7 @@ class Report:
     def table(self) -> Table:
         """Return invariants x (architecture, mode) for `rich.print`."""
         columns = sorted({(c.case.architecture, c.case.mode) for c in self.checks})
-        table = Table("invariant", *(f"{architecture} {mode}" for architecture, mode in columns))
+        table = console_table("invariant", *(f"{architecture} {mode}" for architecture, mode in columns))
         for name in INVARIANTS:
             checks = [check for check in self.checks if check.invariant == name]
             cells = {(c.case.architecture, c.case.mode): c.error or c.note or "holds" for c in checks}

@@ -45,12 +45,14 @@ class Task:
                     f"{name}={value}: it is of embedding models, which have a modules.json; leave it out"
                 )
 
-    def load(self, data: DataArguments) -> DatasetDict:
+    @classmethod
+    def load(cls, data: DataArguments) -> DatasetDict:
         """Load the three splits."""
         files = data.train_file, data.validation_file, data.test_file
-        return self.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
+        return cls.select(read_splits(data.dataset_name, data.dataset_config_name, *files), data)
 
-    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+    @classmethod
+    def select(cls, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         """Return the three splits of a data set in memory."""
         return text_splits(splits, data.text_column, conversations=data.completion_only)
 

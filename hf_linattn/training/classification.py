@@ -63,13 +63,16 @@ class SequenceClassification(Task):
         super().check_options(arguments)
         refuse_chosen_layers(arguments.model)
 
-    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+    @classmethod
+    def select(cls, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         columns = data.text_column, data.label_column
-        return text_splits(splits, *columns, pair_column=data.text_pair_column, label_kinds=self.label_kinds)
+        return text_splits(splits, *columns, pair_column=data.text_pair_column, label_kinds=cls.label_kinds)
 
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
         data, collator = encoder.options, PaddingCollator.of(encoder.tokenizer, config)
+        for texts in splits.values():  # whole ones: a label beyond the limits shows a mistake, too
+            self.numbers(by_name(texts, config.label2id), config)
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         rows = {}
         for name, limit in limits.items():

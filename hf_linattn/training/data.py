@@ -11,7 +11,8 @@ from __future__ import annotations
 import glob
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets import logging as datasets_logging
 from datasets.exceptions import DatasetGenerationError
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
@@ -26,6 +28,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from hf_linattn.errors import DataError, did_you_mean
 from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
 from hf_linattn.reading import one_line, reading, require_file
+from hf_linattn.training.columns import CLASSES, check_columns
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.file_types import FILE_BUILDERS
@@ -33,14 +36,6 @@ from hf_linattn.training.file_types import FILE_BUILDERS
 # by the option that names the file of a split: the argument that gives it in Python
 IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 HELD_OUT_SHARE = 0.05
-STRINGS = ("string", "large_string")
-CLASSES = (*STRINGS, "int")
-LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the column holds
-    CLASSES: "integers or strings",
-    ("a list",): "lists of labels, as problem_type='multi_label_classification' has them; for one class per text set"
-        " 'single_label_classification' in the model's config",
-    ("float", "double", "int"): "numbers",
-}
 TOKENIZED_AT_ONCE = 64
 
 
@@ -137,7 +132,7 @@ def text_splits(
         raise DataError(f"no training split: got {sorted(splits)}; {_give('train')}, or a data set with a train split")
     kept = {split: splits[split] for split in ("train", "validation", "test") if split in splits}
     columns = text_column, label_column, pair_column, conversations, label_kinds
-    texts = {split: text_of(split, dataset, *columns) for split, dataset in kept.items()}
+    texts = {split: text_of(f"the {split} split", dataset, *columns) for split, dataset in kept.items()}
     for missing in [split for split in ("validation", "test") if split not in texts]:
         texts["train"], texts[missing] = _hold_out(texts["train"], missing)
     return DatasetDict(texts)
@@ -250,14 +245,26 @@ def load_file(option: str, path: Path, split: str = "train") -> Dataset:
     options = {"sample_by": "document"} if builder == "text" else {}
     pattern = glob.escape(os.path.abspath(path))  # whole, as names of folders are read as patterns, too
     try:
-        return load_dataset(builder, data_files={split: pattern}, split=split, **options)
+        with _said_once():
+            return load_dataset(builder, data_files={split: pattern}, split=split, **options)
     except (DatasetGenerationError, OSError, ValueError) as error:
         reason = one_line(error.__cause__ or error)
         raise DataError(f"{option}={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
 
 
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Keep `datasets` from logging the error that it raises."""
+    before = datasets_logging.get_verbosity()
+    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets_logging.set_verbosity(before)
+
+
 def text_of(
-    split: str,
+    place: str,
     dataset: Dataset,
     text_column: str,
     label_column: str | None = None,
@@ -265,46 +272,20 @@ def text_of(
     conversations: bool = False,
     label_kinds: Sequence[str] = CLASSES,
 ) -> Dataset:
-    """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text."""
-    kinds = ("a list",) if conversations else STRINGS
-    wanted = "conversations, lists of turns" if conversations else "strings"
-    _check_apart(text_column=text_column, text_pair_column=pair_column, label_column=label_column)
-    columns = {"text": _column(split, dataset, ("text_column", text_column), kinds, wanted)}
-    if pair_column is not None:
-        columns["text_pair"] = _column(split, dataset, ("text_pair_column", pair_column), STRINGS, "strings")
-    if label_column is not None:
-        option = "label_column", label_column
-        columns["label"] = _column(split, dataset, option, tuple(label_kinds), LABELS[tuple(label_kinds)])
+    """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text.
+
+    place: what the rows are called in messages, such as `the train split`.
+    """
+    given = {"text_column": text_column, "text_pair_column": pair_column, "label_column": label_column}
+    named = {option: column for option, column in given.items() if column is not None}
+    check_columns(place, dataset, named, conversations, label_kinds)
+    columns = {option.removesuffix("_column"): column for option, column in named.items()}
     dataset = dataset.select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
     dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
     if not len(dataset):
-        raise DataError(f"the {split} split holds no text in column {text_column!r}")
+        raise DataError(f"{place} holds no text in column {text_column!r}")
     return dataset
-
-
-def _check_apart(**options: str | None) -> None:
-    """Raise `DataError` if two options name one column."""
-    named: dict[str, str] = {}
-    for name, column in options.items():
-        if column in named:
-            raise DataError(f"{named[column]} and {name} are both {column!r}; name another column in one of them")
-        if column is not None:
-            named[column] = name
-
-
-def _column(
-    split: str, dataset: Dataset, option: tuple[str, str], kinds: tuple[str, ...], wanted: str
-) -> str:
-    """Return the name of a column after a look at what it holds; option: its name and value."""
-    name, column = option
-    if column not in dataset.column_names:
-        hint = did_you_mean(column, dataset.column_names)
-        raise DataError(f"{name}={column!r} is not a column of the {split} split{hint}")
-    kind = getattr(dataset.features[column], "dtype", "a list")
-    if not kind.startswith(kinds):
-        raise DataError(f"{name}={column!r} of the {split} split holds {kind}; name a column of {wanted}")
-    return column
 
 
 def _hold_out(train: Dataset, split: str) -> tuple[Dataset, Dataset]:

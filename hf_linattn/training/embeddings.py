@@ -76,7 +76,8 @@ class Embeddings(Task):
         if weights.similarity and training.per_device_train_batch_size < 2 and not any(weights[:2]):
             raise OptionError("per_device_train_batch_size=1: one text has no others to be compared with; give 2")
 
-    def select(self, splits: DatasetDict, data: DataArguments) -> DatasetDict:
+    @classmethod
+    def select(cls, splits: DatasetDict, data: DataArguments) -> DatasetDict:
         return text_splits(splits, data.text_column, pair_column=data.text_pair_column)
 
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:

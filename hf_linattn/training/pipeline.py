@@ -14,7 +14,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers.utils import logging as transformers_logging
 
 from hf_linattn.report import Report, four_model_table, stage_table
-from hf_linattn.training.arguments import parse_arguments
+from hf_linattn.training.arguments import read_arguments
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.memory_limits import naming_memory
 from hf_linattn.training.preparation import prepare
@@ -31,10 +31,24 @@ def run_recipe(run: TrainingRun) -> Report:
     for place, stage in enumerate(stages, start=1):
         done = run.directory.finished(stage.name) is not None
         logger.info("stage %d of %d: %s%s", place, len(stages), stage.name, ", done before" if done else "")
-        with naming_memory(stage.name, run.arguments):
+        where = f"{place} of {len(stages)}, {stage.name}"
+        with naming_memory(stage.name, run.arguments), saying_where_it_stopped(run, where):
             run.results[stage.name] = stage.run(run)
         gc.collect()  # its models; modules may refer to each other in a ring
     return Report.load(run.directory.path)
+
+
+@contextmanager
+def saying_where_it_stopped(run: TrainingRun, stage: str) -> Iterator[None]:
+    """Log, where Ctrl-C ends a stage, that the run can go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.arguments.training.should_log:
+            anew = " without overwrite_output_dir" if run.arguments.recipe.overwrite_output_dir else ""
+            folder = run.directory.path
+            logger.warning("stopped in stage %s; the same command%s goes on from there, in %s", stage, anew, folder)
+        raise
 
 
 def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Console | None = None) -> Report:
@@ -48,7 +62,7 @@ def main(argv: Sequence[str], kinds: Sequence[type], program: str, console: Cons
         SystemExit: with code 0, when the help, or with `dry_run` the plan, is printed.
     """
     help_if_asked(argv, program, kinds, console=console)
-    arguments = parse_arguments(argv, kinds)
+    arguments = read_arguments(argv, kinds)
     training = arguments.training
     level = logging.INFO if training.should_log else logging.WARNING
     # lines of the log above a bar, not inside it

@@ -7,7 +7,6 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
-from hf_linattn.reading import read_tokenizer, require_file
-from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, DataArguments, ModelArguments
+from hf_linattn.reading import read_tokenizer
+from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, ModelArguments, check_budget
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.base_task import Task, refuse
-from hf_linattn.training.data import IN_MEMORY, TrainingData, is_held_out
+from hf_linattn.training.data import TrainingData, is_held_out
 from hf_linattn.training.embeddings import texts_of
-from hf_linattn.training.loading import load_task
+from hf_linattn.training.loading import load_task, load_texts
 from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
@@ -62,12 +61,13 @@ def prepare(
     model_options, data_options, recipe_options, training, distillation = arguments
     directory = RunDirectory(training.output_dir or "", training)
     directory.check(recipe_options.overwrite_output_dir, training.resume_from_checkpoint is not None)
-    require_files(data_options)
-    model, task = load_task(model_options.model_name_or_path or "", model_options.dtype)
+    name = model_options.model_name_or_path or ""
+    with training.main_process_first(local=False):  # mistakes in files first: neither budget nor model hides them
+        loaded = load_texts(name, data_options, datasets)
+    check_budget(arguments)
+    model, task = load_task(name, model_options.dtype)
     if is_patched(model):
-        raise OptionError(
-            f"model_name_or_path={model_options.model_name_or_path!r} is converted already; give the original"
-        )
+        raise OptionError(f"model_name_or_path={name!r} is converted already; give the original")
     digests = {"model_digest": model_digest(model)}
     table = position_limit(model)
     if model_options.max_positions is not None:
@@ -81,7 +81,6 @@ def prepare(
     check_model(model, arguments, limit, task)
     tokenizer = load_tokenizer(model_options, task)
     with training.main_process_first(local=False):
-        loaded = task.load(data_options) if datasets is None else task.select(datasets, data_options)
         splits = task.written(loaded, TextEncoder(tokenizer, data_options))
         data = task.rows(splits, TextEncoder(tokenizer, data_options), model, recipe_options.max_train_tokens)
         long_data = None if not distillation.long_block_size else long_rows(arguments, task, tokenizer, splits, model)
@@ -110,13 +109,6 @@ def prepare(
         if isinstance(stage, TrainingStage):
             stage.rehearse(run, model)
     return run
-
-
-def require_files(options: DataArguments) -> None:
-    """Raise `DataError` for a file of text that is not there, before a model is loaded."""
-    for option in IN_MEMORY:
-        if file := getattr(options, option):
-            require_file(option, Path(file))
 
 
 def long_rows(

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn import MechanismConfig, get_mechanisms
 from hf_linattn.cards import names_in_layer
+from hf_linattn.console_table import console_table
 from hf_linattn.errors import OptionError
 from hf_linattn.memory_errors import gigabytes, is_out_of_memory, size_said
 from hf_linattn.training.base_task import TextEncoder
@@ -140,15 +141,14 @@ class RunPrice:
         """Return the plan for `rich.print`."""
         layers = ", ".join(f"{count} {name}" for name, count in self.layers.items())
         later = "" if self.chosen else ", of which those that stay softmax are chosen first"
-        table = Table(
+        table = console_table(
+            *HEADS, numbers=True,
             title=f"{self.model}: {self.parameters:,} parameters in {self.dtype}; layers: {layers}{later}",
             box=box.SIMPLE, padding=0,  # a row has 80 columns
             caption="trained: parameters; GB: peak memory."
             f" {in_time(self.hours * 3600)} without validation;"
             f" disk {gigabytes(self.disk_bytes)} of {gigabytes(self.free_bytes)} free",
         )  # fmt: skip
-        for number, head in enumerate(HEADS):
-            table.add_column(head, justify="right" if number else "left", no_wrap=not number)
         for stage in self.stages:
             row, count = stage.rows
             table.add_row(

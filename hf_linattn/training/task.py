@@ -26,6 +26,8 @@ from hf_linattn.training.conversations import answers_of
 from hf_linattn.training.data import PackedMaskingCollator, TrainingData, tokenize_and_pack
 from hf_linattn.training.heads import trained_head
 
+READABLE = "give a folder with a saved model, or the name of a model on the Hub and a connection to it"
+
 
 class LanguageModeling(Task):
     """Tokens are predicted, from packed rows that documents share without seeing each other."""
@@ -132,6 +134,14 @@ def task_of(model: nn.Module) -> Task:
     return MASKED if is_masked_language_model(root) else CAUSAL
 
 
+def saved_task(name_or_path: str) -> Task:
+    """Return what a checkpoint predicts, as its config says, before any weight is loaded; raises as `load_model`."""
+    with reading("model_name_or_path", name_or_path, READABLE):
+        config = AutoConfig.from_pretrained(name_or_path)
+    head = trained_head(name_or_path, config)
+    return PROBLEMS[problem_of(config)] if head == "classification" else TASKS[head]
+
+
 def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a checkpoint as what it was saved as: a causal or masked language model, or a classifier of texts.
 
@@ -143,11 +153,8 @@ def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrain
     """
     if is_sentence_model("model_name_or_path", name_or_path):
         return SentenceModel(name_or_path, dtype).take_encoder()
-    remedy = "give a folder with a saved model, or the name of a model on the Hub and a connection to it"
-    with reading("model_name_or_path", name_or_path, remedy):
-        config = AutoConfig.from_pretrained(name_or_path)
-    task = TASKS[trained_head(name_or_path, config)]
-    with reading("model_name_or_path", name_or_path, remedy):
+    task = saved_task(name_or_path)
+    with reading("model_name_or_path", name_or_path, READABLE):
         model, info = task.auto_class.from_pretrained(name_or_path, dtype=dtype, output_loading_info=True)
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(

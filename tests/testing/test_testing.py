@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 
 import pytest
 import torch
+from rich.console import Console
 from torch.autograd.gradcheck import GradcheckError
 
 from hf_linattn import OptionError, UnknownNameError, UnsupportedModeError
@@ -15,7 +17,15 @@ from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.ops import reference
 from hf_linattn.ops.linear.interface import Features, causal_linear_attention
 from hf_linattn.ops.linear.types import LinearState
-from hf_linattn.testing import CROSS_INVARIANTS, INVARIANTS, Case, InvariantError, check_mechanism
+from hf_linattn.testing import (
+    CROSS_INVARIANTS,
+    INVARIANTS,
+    Case,
+    InvariantError,
+    Report,
+    check_mechanism,
+    checks_of,
+)
 from hf_linattn.testing.expectations import InvariantError as SameError
 from tests.helpers import ask_only
 
@@ -251,6 +261,17 @@ def test_the_table_says_where_nothing_was_asked(registered, monkeypatch, archite
     names, results = (list(column.cells) for column in report.table().columns)
     assert report.failures == []
     assert dict(zip(names, results, strict=True)) == {asked: "holds"} | dict.fromkeys(asks_nothing, "nothing to check")
+
+
+def test_a_table_of_80_columns_cuts_no_name():
+    report = Report(checks_of("linear"))
+    report.checks[0].error = error = "unbrokenwordofanerror" * 2
+    console = Console(file=io.StringIO(), width=80)
+    console.print(report.table())
+    shown = console.file.getvalue()
+    assert "…" not in shown and all(f" {name} " in shown for name in INVARIANTS)
+    column = [line.split("│")[1 + 1].strip() for line in shown.splitlines() if "│" in line]
+    assert error in "".join(column)
 
 
 @pytest.mark.parametrize(

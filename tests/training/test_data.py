@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from itertools import chain
 from pathlib import Path
 
@@ -247,6 +248,11 @@ def test_nothing_given_means_the_bundled_corpus():
         ("blank.txt", " \n \n", {}, "holds no text"),
         ("data.xlsx", "text", {}, "unknown extension '.xlsx'"),
         ("data.jsonl", '{"body": "a"}', {}, "text_column='text' is not a column"),
+        ("data.jsonl", '{"class": 1, "document": "a"}', {"label_column": "label"},
+         "text_column='text' and label_column='label' are no columns of the train split; give --text_column NAME"
+         " --label_column NAME. Known: class, document"),
+        ("data.csv", "text;label\na;b\n", {}, "columns are separated by semicolons; save .* commas .* text;label"),
+        ("data.json", '{"v": 1, "data": [{"text": "a"}, {"text": "b"}]}', {}, "rows stand inside 'data'; put .* top"),
         ("data.jsonl", '{"text": 1}', {}, "text_column='text' of the train split holds int64"),
         ("data.jsonl", '{"text": "a"}\n{"text": ', {}, "data.jsonl.* is not valid json"),
         ("data.jsonl", '{"text": "a"}', {}, "give validation_file"),
@@ -259,6 +265,21 @@ def test_bad_files_raise_data_errors(tmp_path, name, content, options, message):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load_text_splits(train_file=path, **options)
+
+
+def test_a_broken_file_is_reported_once(tmp_path):
+    records, logger = [], logging.getLogger("datasets")
+    handler = logging.Handler()
+    handler.emit = records.append
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n{"text": ')
+    level = logger.level
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(DataError, match="is not valid json"):
+            load_file("train_file", tmp_path / "data.jsonl")
+    finally:
+        logger.removeHandler(handler)
+    assert not records and logger.level == level
 
 
 @pytest.mark.parametrize(

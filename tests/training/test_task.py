@@ -153,6 +153,20 @@ def test_classes_are_numbers_or_names_that_the_model_knows(tmp_path):
         load_text_splits(train_file=file, label_column="label")
 
 
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_label_that_no_budget_reaches_is_refused_too(split):
+    options = DataArguments(block_size=8, max_validation_tokens=8, max_test_documents=1)
+    rows = {name: classified(30) for name in ("train", "validation", "test")}
+    unread = 29 if split == "test" else Dataset.from_dict({"place": range(30)}).shuffle(seed=0)["place"][-1]
+    labels = rows[split]["label"][:]
+    labels[unread] = 7
+    encoder, model = TextEncoder(make_tokenizer(), options), classifier("bert")
+    CLASSIFICATION.rows(DatasetDict(rows), encoder, model, 8)
+    rows[split] = Dataset.from_dict({"text": rows[split]["text"][:], "label": labels})
+    with pytest.raises(DataError, match="label 7 is none of the model's 3 classes"):
+        CLASSIFICATION.rows(DatasetDict(rows), encoder, model, 8)
+
+
 def test_what_makes_no_sense_for_a_task_is_refused():
     recipe, data = RecipeArguments(), DataArguments(block_size=8)
     for task, model in ((MASKED, make_model("bert")), (CLASSIFICATION, classifier("bert"))):

@@ -3,12 +3,21 @@
 from .data import DataArguments
 from .distillation import ALONE, BESIDE, DistillationArguments
 from .model import AUTO, ModelArguments
-from .parsing import DISTILLATION, FINETUNING, Arguments, long_step, parse_arguments, tokens_per_step
+from .parsing import (
+    DISTILLATION,
+    FINETUNING,
+    Arguments,
+    check_budget,
+    long_step,
+    parse_arguments,
+    read_arguments,
+    tokens_per_step,
+)
 from .recipe import FULL, LORA, NONE, WINDOW, RecipeArguments
 from .trainer import FinetuningArguments
 
 __all__ = [
     "ALONE", "AUTO", "BESIDE", "DISTILLATION", "FINETUNING", "FULL", "LORA", "NONE", "WINDOW", "Arguments",
-    "DataArguments", "DistillationArguments", "FinetuningArguments", "ModelArguments", "RecipeArguments", "long_step",
-    "parse_arguments", "tokens_per_step",
+    "DataArguments", "DistillationArguments", "FinetuningArguments", "ModelArguments", "RecipeArguments",
+    "check_budget", "long_step", "parse_arguments", "read_arguments", "tokens_per_step",
 ]  # fmt: skip

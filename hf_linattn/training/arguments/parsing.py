@@ -45,6 +45,18 @@ DISTILLATION = (*FINETUNING, DistillationArguments)
 
 
 def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
+    """Read options as `read_arguments` does, and check that their tokens make steps.
+
+    Raises:
+        OptionError: as `read_arguments` and `check_budget` do.
+        UnknownNameError: as `read_arguments` does.
+    """
+    arguments = read_arguments(argv, kinds)
+    check_budget(arguments)
+    return arguments
+
+
+def read_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> Arguments:
     """Read `[config.yaml] [--flag value ...]`; a flag overrides the same name in the file and in a row of the board.
 
     Args:
@@ -54,7 +66,7 @@ def parse_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> 
         OptionError: an unknown name (the message has the nearest ones), a value out of range, an unreadable file.
         UnknownNameError: a row that the board lacks.
 
-    >>> arguments = parse_arguments(
+    >>> arguments = read_arguments(
     ...     ["--model_name_or_path", "gpt2", "--mechanism", "linear", "--output_dir", "out", "--seed", "7"])
     >>> arguments.model.mechanism, arguments.data.block_size, arguments.training.seed
     ('linear', 256, 7)
@@ -89,7 +101,7 @@ def _check_finite(arguments: Arguments) -> None:
 
 
 def _check_together(arguments: Arguments) -> None:
-    """Settle what depends on several groups: the grid of learning rates and the length of the runs."""
+    """Settle what depends on several groups: the grid of learning rates, what the control trains."""
     _, data, recipe, training, distillation = arguments
     if recipe.overwrite_output_dir and training.resume_from_checkpoint is not None:
         raise OptionError(
@@ -111,12 +123,18 @@ def _check_together(arguments: Arguments) -> None:
     recipe.control = recipe.control or usual
     if training.max_steps > 0:
         raise OptionError(f"max_steps={training.max_steps}: the length of a run is given by max_train_tokens instead")
-    step = tokens_per_step(data, training)
-    grids = (recipe.learning_rates, recipe.control_learning_rates)
-    searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
     longer = distillation.long_block_size
     above = longer is None or longer > data.block_size
     require("long_block_size", longer, above, f"above block_size={data.block_size}")
+
+
+def check_budget(arguments: Arguments) -> None:
+    """Raise `OptionError` where the tokens of a stage do not make one step."""
+    _, data, recipe, training, distillation = arguments
+    step = tokens_per_step(data, training)
+    grids: Any = (recipe.learning_rates, recipe.control_learning_rates)
+    searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
+    longer = distillation.long_block_size
     before = recipe.calibration_tokens + distillation.transfer_tokens + distillation.long_tokens
     share = "max_train_tokens, of which the search takes 0.15,"
     wanted = {
