@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedModeError
+from .errors import UnsupportedModeError, UnsupportedModelError
 from .masks import CAUSAL
 from .mechanisms import CallOptions, Mechanism, Pairs
 from .mechanisms.forward import fitting_hidden
@@ -220,15 +220,30 @@ def mechanism_of(module: nn.Module) -> Any:
 
     Raises:
         UnsupportedModeError: PEFT was given the adapter of each row, and these have mechanisms of their own.
+        UnsupportedModelError: something else stands in its place, as where PEFT adapts a parameter of the mechanism.
     """
     attached: Any = getattr(module, MECHANISM, None)
     if attached is None or isinstance(attached, Mechanism):
         return attached
+    if "modules_to_save" not in attached._modules:
+        _refuse_wrapper(module, attached)
     if attached._forward_pre_hooks:
         refuse_mixed_adapters(attached)
     if attached.disable_adapters or not attached.active_adapters:
         return attached.original_module
     return attached.modules_to_save[attached.active_adapters[0]]
+
+
+def _refuse_wrapper(module: nn.Module, wrapper: nn.Module) -> NoReturn:
+    """Refuse what stands in place of a mechanism and calls it by itself: nobody would call that."""
+    layer, parameter = getattr(module, "layer_idx", None), getattr(wrapper, "parameter_name", None)
+    place = type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
+    adapted = "" if parameter is None else f", which adapts its parameter {parameter!r},"
+    raise UnsupportedModelError(
+        f"{MECHANISM} of {place} is a {type(wrapper).__name__}{adapted} in place of the mechanism; take the mechanism"
+        " out of target_parameters and target_modules, and have it trained whole, as"
+        f" LoraConfig(..., modules_to_save=[{MECHANISM!r}])"
+    )
 
 
 def scaled(query: Tensor, scaling: float | None, mechanism: Mechanism) -> Tensor:

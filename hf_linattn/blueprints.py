@@ -46,7 +46,8 @@ def twin_of(attention: nn.Module, implementation: str) -> nn.Module:
             shape = (*outer, 1) if outer else (inner,)
             drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
             drawn = drawn if inner == width else drawn.expand(weight.shape)
-            setattr(part, name, nn.Parameter(drawn, requires_grad=False))
+            # not registered, as Accelerate moves to the meta device what is
+            part._parameters[name] = nn.Parameter(drawn, requires_grad=False)
         if type(part) is nn.Linear:
             part.forward = partial(_one_column, part)  # type: ignore[method-assign]
     return twin

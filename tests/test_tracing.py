@@ -1,4 +1,7 @@
-"""Programs for other inputs than their example, and transformations of torch.func: right, or refused by name."""
+"""Programs for other inputs than their example, transformations of torch.func, forwards without numbers.
+
+They are right, or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from hf_linattn import UnsupportedModeError, list_mechanisms, patch_model
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, list_mechanisms, patch_model
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.testing.models import Case, random_tokens, tiny_model
 from tests.helpers import KINDS, each_of
@@ -205,3 +210,45 @@ def test_mapped_and_forward_derivatives_are_right_or_refused(case):
         torch.testing.assert_close(got, torch.stack(want), rtol=1e-3, atol=1e-4)
     output, slope = torch.func.jvp(lambda x: mechanism(heads[0], heads[1], x)[0], heads[2:], heads[2:])
     torch.testing.assert_close(slope, output, rtol=1e-3, atol=1e-4)  # outputs are linear in the values
+
+
+# -- no numbers -------------------------------------------------------------------------------------------------------
+
+# on the meta device, where weights have no values either; lsh has no C there, which alone gives a shape by itself
+WORKS_BY_VALUES = {"lsh": "buckets that their values fall into", "learned_sparse": "blocks that its weights choose"}
+
+
+def on_meta(model: nn.Module, given: dict[str, Tensor]) -> Any:
+    return model.to("meta")(**{name: x.to("meta") for name, x in given.items()})
+
+
+def faked(model: nn.Module, given: dict[str, Tensor]) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return model(**{name: mode.from_tensor(x) for name, x in given.items()})
+
+
+@pytest.mark.parametrize("run", [on_meta, faked])
+@pytest.mark.parametrize("case", EACH_ONCE)
+def test_a_model_gives_shapes_where_there_are_no_numbers(case, run):
+    """Of padded rows of several blocks, and with the cache that a causal model makes."""
+    model, given = case.model(torch.float32), {"input_ids": random_tokens(2, 150), "attention_mask": make_mask(150)}
+    if run is on_meta and case.mechanism in WORKS_BY_VALUES:
+        with pytest.raises(UnsupportedModeError, match=WORKS_BY_VALUES[case.mechanism]):
+            run(model, given)
+    else:
+        assert run(model, given).logits.shape == (2, 150, model.config.vocab_size)
+
+
+def test_a_mechanism_in_memory_under_a_model_without_memory_is_refused():
+    model = tiny_model("bert", False, torch.float32).to("meta")
+    ids = random_tokens(2, 9).to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"query_map\.weight.* in memory.*model\.to\('meta'\)"):
+        patch_model(model, "hedgehog")(input_ids=ids)
+    assert model.to("meta")(input_ids=ids).logits.shape[:2] == ids.shape
+
+
+@torch.no_grad()
+def test_a_program_that_is_recorded_without_numbers_keeps_its_mask():
+    case = Case("linear", "bert", False)
+    alone = Alone(case)
+    check(case, make_fx(alone, tracing_mode="fake")(*inputs(case, 21)), alone, 21)

@@ -351,3 +351,16 @@ def test_a_batch_that_mixes_adapters_with_own_mechanisms_is_refused():
         for adapter, logits in alone.items():
             wrapped.set_adapter(adapter)
             assert torch.equal(logits_of(wrapped, ids), logits)
+
+
+@pytest.mark.parametrize("parameters", [["key_projection"], ["key_projection", "value_projection"]])
+def test_an_adapter_of_a_mechanisms_own_parameter_is_refused_by_name(parameters):
+    """PEFT puts a wrapper around the mechanism, for each parameter one, which is no copy that it trains."""
+    model, ids = make_patched("llama", "linformer"), make_tokens(2, 9)
+    before = logits_of(model, ids)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=parameters))
+    why = rf"of LlamaAttention of layer \d is a ParamWrapper, .*'{parameters[-1]}'.*modules_to_save=\['hf_linattn'\]"
+    for use in (partial(logits_of, wrapped, ids), partial(get_mechanisms, wrapped)):
+        with pytest.raises(UnsupportedModelError, match=why):
+            use()
+    assert torch.equal(logits_of(wrapped.unload(), ids), before)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import OperandError, UnsupportedModeError
+from ..errors import OperandError, UnsupportedModeError, UnsupportedModelError
 from ..ops.common.precision import accum_dtype
-from ..ops.common.tracing import is_known, is_open, is_recorded, is_watched, once
+from ..ops.common.tracing import is_known, is_open, is_recorded, is_shape_only, is_watched, once
 from ..ops.dispatch import Policy
 from .capabilities import Capabilities
 from .inputs import AttentionLayer, CallOptions
@@ -77,7 +77,7 @@ class Forward(Capabilities, nn.Module):
         self.record_call()
         require_recordable(self, query, key_padding_mask, sequence_ids)
         call = self.call_options(keep_state, sink, fitting_hidden(self, query, key, hidden_states), first_query)
-        with loaded(self), torch.autocast(query.device.type, enabled=False):
+        with loaded(self), without_autocast(self, query.device):
             query, key, wide_value = admitted(self.takes_half and not self.layer.cross, query, key, value)
             if self.layer.cross:
                 if state is None:
@@ -137,6 +137,23 @@ class Forward(Capabilities, nn.Module):
         return ()
 
 
+def without_autocast(mechanism: Forward, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which nothing computes in another dtype; the meta device, which has no autocast, needs none.
+
+    Raises:
+        UnsupportedModelError: heads are on the meta device, and the mechanism's tensors are not.
+    """
+    if device.type != "meta":
+        return torch.autocast(device.type, enabled=False)
+    elsewhere = [name for name, x in (*mechanism.named_parameters(), *mechanism.named_buffers()) if not x.is_meta]
+    if elsewhere:  # as `patch_model` leaves them, since loading a checkpoint may not bring all of them
+        raise UnsupportedModelError(
+            f"mechanism {mechanism.config.mechanism!r} of layer {mechanism.layer.index} has {', '.join(elsewhere)} in"
+            " memory, and its inputs are on the device 'meta'; call model.to('meta') after patch_model"
+        )
+    return nullcontext()
+
+
 def fitting(
     layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sequence_ids: Tensor | None,
     state: Any, *, pooled: bool = False,
@@ -145,7 +162,8 @@ def fitting(
 
     pooled: whether keys may be fewer than queries, as where a layer pools them.
 
-    Programs that are being recorded are not checked: their sizes may be symbols, and they call no C.
+    Programs that are being recorded are not checked: their sizes may be symbols, and they call no C. Of
+    heads without numbers neither mask nor ids are returned: what is masked or packed changes no shape.
 
     Raises:
         OperandError: the arguments of `Mechanism.forward` do not fit each other or the `AttentionLayer`.
@@ -154,6 +172,8 @@ def fitting(
         _check_sizes(layer, query, key, value, mask, sequence_ids, state is not None, pooled)
         if state is not None:
             check_rows(state, query.shape[0])
+        if is_shape_only(query):
+            return None, None
     rows = query.shape[0]
     mask = mask if mask is None or mask.shape[0] == rows else mask.expand(rows, -1)
     ids = sequence_ids

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ..config import require
 from ..errors import UnsupportedModeError
-from ..ops.common.tracing import is_mapped
+from ..ops.common.tracing import has_values, is_mapped, unrecorded
 from .block_sparse import BlockSparseConfig, BlockSparseMechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer
@@ -82,16 +82,26 @@ class LearnedSparseMechanism(BlockSparseMechanism):
         """Return which distances each head keeps: boolean [H, distances]."""
         own = (self.distances() == 0).to(self.pattern.device)
         heaviest_first = self.pattern.detach().float().masked_fill(own, float("inf"))
-        order = heaviest_first.topk(int(self.num_kept), dim=1).indices
+        order = heaviest_first.topk(self._count(), dim=1).indices
         return torch.zeros_like(self.pattern, dtype=torch.bool).scatter(1, order, True)
+
+    def _count(self) -> int:
+        """Return how many distances each head keeps."""
+        if not has_values(self.num_kept):
+            raise UnsupportedModeError(
+                "learned_sparse sees the blocks that its weights choose, and these have no values on the device 'meta'"
+                " or made under FakeTensorMode; load the model first, or use another mechanism"
+            )
+        return unrecorded(int, self.num_kept)
 
     def key_table(self, num_blocks: int, causal: bool) -> Tensor:
         blocks, distances = torch.arange(num_blocks, device="cpu")[:, None, None], self.distances()
         if not torch.compiler.is_exporting() and not is_mapped(self.num_kept):
-            if self.num_kept == len(distances):
+            count = self._count()
+            if count == len(distances):
                 return blocks - distances
             if not is_mapped(self.pattern):
-                order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, : int(self.num_kept)]
+                order = self.kept().to("cpu", torch.uint8).argsort(dim=1, descending=True)[:, :count]
                 return blocks - distances[order]
         raise UnsupportedModeError(
             "learned_sparse sees the blocks that its weights choose, which torch.export cannot record, nor"
@@ -111,7 +121,7 @@ class LearnedSparseMechanism(BlockSparseMechanism):
 
     def _look_up(self, table: Tensor, query_position: Tensor, key_position: Tensor, outside: float) -> Tensor:
         """Return table[h, I - J] for every pair [B, H, Nq, Nk], and `outside` where it has no column."""
-        first = int(self.distances()[0])
+        first = 0 if self.layer.causal else -self.config.reach
         column = query_position // self.block_size - key_position // self.block_size - first
         inside = (column >= 0) & (column < table.shape[1])
         # gathered: the gradient of an index would be added up by several threads in an order of their own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, DynamicCache
 
@@ -130,6 +131,18 @@ def test_gated_deltanet_takes_the_heads_of_such_layers_as_they_are(name):
     assert same == [False, True]
     with pytest.raises(UnsupportedModeError, match="needs a causal layer with rotary positions, which layer 1 is not"):
         patch_model(make(name, **PARTLY[name]), "streaming", positions="streaming", window_size=8)
+
+
+@pytest.mark.parametrize("name", ["llama", "cohere2"])
+def test_a_model_made_without_weights_has_the_rotations_of_one_with_weights(name):
+    """Accelerate has every parameter that is registered moved to the meta device."""
+    options = PARTLY.get(name, {})
+    with init_empty_weights():
+        model = make(name, **options)
+        made = [None if x is None else x.obstacle(8, torch.device("meta")) for x in rotations(model)]
+        patch_model(model, "gated_deltanet")
+    whole = [None if x is None else x.obstacle(8, torch.device("cpu")) for x in rotations(make(name, **options))]
+    assert made == whole and all(p.is_meta for p in model.parameters())
 
 
 class Bytes(TorchDispatchMode):

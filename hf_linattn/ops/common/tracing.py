@@ -14,9 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 GRADS_BATCHED = torch._C._dispatch_key_parse("Batched")  # of tensors that `is_grads_batched` maps over
+
+PROXY = torch._C._TorchDispatchModeKey.PROXY  # of the mode in which `make_fx` records
+FAKE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
 
 
 def is_recorded() -> bool:
@@ -50,9 +55,22 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x.mul_(factor) if may_write(x) else x * factor
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether x has numbers beside its shape: not on the meta device, nor under FakeTensorMode."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def is_shape_only(x: Tensor) -> bool:
+    """Whether nothing but shapes is asked for: x has no numbers, and no program is made of it, `make_fx`'s neither."""
+    return not (has_values(x) or is_recorded() or torch._C._get_dispatch_mode(PROXY) is not None)
+
+
 def is_known(x: Tensor) -> bool:
-    """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x."""
-    return not is_recorded() and not is_mapped(x)
+    """Whether the values of x may decide what is done: not where that is recorded, nor where vmap maps over x.
+
+    Nor where it has none.
+    """
+    return not is_recorded() and has_values(x) and not is_mapped(x)
 
 
 def is_mapped(x: Tensor) -> bool:
@@ -81,12 +99,17 @@ def is_open(x: Tensor) -> bool:
 def unrecorded(function: Callable[..., Any], *given: Any) -> Any:
     """Return function(*given), which torch.export does not see: what is recorded is what one thread does.
 
-    For what follows from sizes alone and is a constant of the program.
+    For what follows from sizes alone and is a constant of the program. FakeTensorMode does not see it either, and gets
+    its tensors as those that it knows.
     """
-    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        return function(*given)
+    exporting, mode = torch.compiler.is_exporting(), torch._C._get_dispatch_mode(FAKE)
+    if not exporting and mode is None:
         return function(*given)
     with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(function, *given).result()
+        found = elsewhere.submit(function, *given).result()
+    return found if exporting else tree_map_only(Tensor, mode.from_tensor, found)
 
 
 class _Forward(NamedTuple):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ...errors import UnsupportedModeError
 from ..common.derivatives import one_at_a_time
 from ..common.numerics import LN_2, LOWEST
-from ..common.tracing import is_mapped, is_watched
+from ..common.tracing import has_values, is_mapped, is_watched
 from .types import Found, Lists, LshCall
 
 TILE = 32  # queries computed together
@@ -253,6 +253,11 @@ def _make_tiles(lists: Lists, runs: Runs, key_code: Tensor, own_code: Tensor | N
         raise UnsupportedModeError(
             "lsh lists keys by the buckets that their values fall into, which torch.func.vmap cannot map over and"
             " torch.export cannot record; give it one batch, run it eagerly, or use another mechanism"
+        )
+    if not has_values(key_code):
+        raise UnsupportedModeError(
+            "lsh lists keys by the buckets that their values fall into, and they have none on the device 'meta' or"
+            " under FakeTensorMode; give it heads in memory, or use another mechanism"
         )
     rounds, batch, heads, length = runs.start.shape
     kv_heads, listed, num_keys = *lists.code.shape[2:], key_code.shape[3]
