@@ -219,7 +219,7 @@ def test_finetune_and_distill_are_the_recipes(material, tmp_path):
     )  # fmt: skip
     report = json.loads(answer("distill", *flags, "--json"))
     assert [stage["name"] for stage in report["stages"]] == ["converted", "transfer", "recovered"]
-    shown = answer("report", tmp_path / "taught")
+    shown = " ".join(answer("report", tmp_path / "taught").split())
     assert "hedgehog instead of softmax" in shown and f"{report['perplexity']['recovered']:,.2f}" in shown
     assert json.loads(answer("report", tmp_path / "taught", "--json")) == report
     assert "unknown option '--kl_wait'" in refuse("distill", *flags, "--kl_wait", "1")

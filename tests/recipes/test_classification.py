@@ -29,7 +29,8 @@ def write_texts(file: Path, count: int, seed: int) -> None:
         words = [f"w{int(i)}" for i in torch.randint(5, 40, (length,), generator=generator)]
         if torch.rand((), generator=generator) < 0.5:
             words[int(torch.randint(length, (), generator=generator))] = TARGETS[length % 2]
-        lines.append(json.dumps({"text": " ".join(words), "kind": "has" if {*words} & {*TARGETS} else "lacks"}))
+        kind = "has" if {*words} & {*TARGETS} else "lacks"
+        lines.append(json.dumps({"text": " ".join(words), "kind": kind, "title": words[0]}))
     file.write_text("\n".join(lines) + "\n")
 
 

@@ -11,6 +11,7 @@ from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.plan import read_plan
 from hf_linattn.plan_search import SEARCHES, SIGNALS, UNITS
+from hf_linattn.reading import require_place
 from hf_linattn.recipe_files import BUNDLED
 
 AUTO = "auto"  # value of `layers`
@@ -82,6 +83,8 @@ class ModelArguments:
                 f"model_name_or_path={self.model_name_or_path!r} is a small model that the repository alone has; run"
                 " this in a clone of it, or give another model"
             )
+        if self.tokenizer_name:
+            require_place("tokenizer_name", self.tokenizer_name)
         require("dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         for name, read in {"mechanism_options": json_object, "plan": given_plan}.items():
             given = getattr(self, name)
