@@ -26,6 +26,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import ORIGINAL, REAL_BOARD, RESULTS, Document, read, resume
+from benchmarks.studies.choose_plan import PROMPTS_SEED
+from benchmarks.tables.real_board import CALIBRATED, PATCHED
 from hf_linattn import calibrate, choose_plan, get_mechanisms, patch_model
 from hf_linattn.advice.candidates import most_layers
 from hf_linattn.atomic_io import write_json
@@ -59,10 +61,8 @@ EQUAL = "windows"  # that take the bytes of `linear`
 KEPT = "+softmax"  # behind the name of a row: every fourth layer keeps its own
 BEST = 4  # mechanisms of the lowest perplexity have such a row
 ROWS = (ORIGINAL, HEADS, EQUAL, *MECHANISMS)
-PATCHED, CALIBRATED = "patched", "calibrated"  # stages of a row
 LONG_LENGTH = 8192
 SEED = 0  # of the training split's order, and of the prompts that choose heads
-PROMPTS_SEED = 2000  # of the prompts that count
 
 
 @dataclass(frozen=True)

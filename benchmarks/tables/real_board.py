@@ -9,12 +9,13 @@ from benchmarks.result_files import ORIGINAL, Document
 from benchmarks.tables.markdown import count, share, table, weights_said
 
 BANDS = ((1024, 2047), (2048, 4095), (4096, 8191))  # positions, of which the loss is shown
-STAGES = ("patched", "calibrated")
+PATCHED, CALIBRATED = "patched", "calibrated"
+STAGES = {PATCHED: "`patch_model`", CALIBRATED: "`calibrate`"}  # of a row, in their order -> as shown
 
 
 def real_board_section(rows: Mapping[str, Document]) -> str:
     """Return a table of rows, name -> document, in the order of their last perplexity."""
-    original = rows[ORIGINAL]["stages"]["patched"]
+    original = rows[ORIGINAL]["stages"][PATCHED]
     last = {name: row["stages"][_last(row)] for name, row in rows.items()}
     lines = [
         line
@@ -27,8 +28,8 @@ def real_board_section(rows: Mapping[str, Document]) -> str:
     whole = f"; softmax has {softmax['softmax'] / 1e6:.1f} MB" if softmax else ""
     state = f"State after {count(softmax['length'])} tokens{whole}. " if softmax else ""
     what = (
-        f"{first['model']}, {source['dtype']}, on {source['device']}, {source['threads']} thread. {state}Perplexity"
-        f" of test books over the original's, {original['perplexity']:.1f}; loss by position less the original's, in"
+        f"{first['model']}, {source['dtype']}, on {source['device']}, CPU threads: {source['threads']}. {state}"
+        f"Perplexity of test books over the original's, {original['perplexity']:.1f}; loss by position less the original's, in"
         f" nats; needles in noise, of {samples} prompts a length; the mean of the zero-shot tasks, as a share of the"
         " original's, and the same above chance. Most prompts of these tasks are shorter than a window of 256."
         f"{weights_said(first['model'], source['dtype'])}"
@@ -46,16 +47,15 @@ def _last(row: Document) -> str:
 def _lines(name: str, row: Document, original: Document) -> list[list[object]]:
     size = f"{row['state_bytes']['row'] / 1e6:.1f} MB" if "state_bytes" in row else ""
     lines: list[list[object]] = []
-    for stage in STAGES:
+    for stage, after in STAGES.items():
         if stage not in row["stages"]:
             continue
         found = row["stages"][stage]
-        after = "" if name == ORIGINAL else {"patched": "`patch_model`", "calibrated": "`calibrate`"}[stage]
         minutes = (found["seconds"] + found.get("calibration_seconds", 0.0)) / 60
         needles = {cell["length"]: share(cell["found"]) for cell in found["recall"]}
         lines.append(
             [
-                name, size, after, f"{found['perplexity'] / original['perplexity']:,.3f}",
+                name, size, "" if name == ORIGINAL else after, f"{found['perplexity'] / original['perplexity']:,.3f}",
                 *_by_position(found, original), *(needles.get(cell["length"], "") for cell in original["recall"]),
                 *_tasks(found, original), f"{minutes:.0f}",
             ]
@@ -66,8 +66,7 @@ def _lines(name: str, row: Document, original: Document) -> list[list[object]]:
 def _by_position(found: Document, original: Document) -> list[str]:
     if "positions" not in found:
         return [""] * len(BANDS)
-    losses = [{cell["first"]: cell["loss"] for cell in measured["positions"]} for measured in (found, original)]
-    own, others = losses
+    own, others = ({cell["first"]: cell["loss"] for cell in x["positions"]} for x in (found, original))
     return [f"{own[first] - others[first]:+.3f}" if first in others else "" for first, _ in BANDS]
 
 
