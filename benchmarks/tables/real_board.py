@@ -31,7 +31,8 @@ def real_board_section(rows: Mapping[str, Document]) -> str:
         f"{first['model']}, {source['dtype']}, on {source['device']}, CPU threads: {source['threads']}. {state}"
         f"Perplexity of test books over the original's, {original['perplexity']:.1f}; loss by position less the"
         f" original's, in nats; needles in noise, of {samples} prompts a length; the mean of the zero-shot tasks, as a"
-        " share of the original's, and the same above chance. Most prompts of these tasks are shorter than a window of 256."
+        " share of the original's, and the same above chance. Most prompts of these tasks are shorter than a"
+        " window of 256."
         f"{weights_said(first['model'], source['dtype'])}"
     )
     bands = [f"{low // 1024} to {(high + 1) // 1024} k" for low, high in BANDS]
