@@ -22,6 +22,7 @@ from .inference import accepted, evaluation_mode, progress_bar, require_batches,
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
+from .whole_model import take_together
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +40,26 @@ def calibrate(
         sum_i |o_i - o'_i|^2 / sum_i |o'_i|^2,   o: the mechanism's output, o': softmax attention's, i: real tokens
 
     on the queries, keys and values that the original model makes of the batch: every layer hands on o', so layers do
-    not wait for each other, and no gradient runs through the model. Memory is that of one layer. Before that, and
-    without parameters instead of it, a mechanism fits what has no gradient, such as a codebook, in its own way
-    (`Mechanism.prepare`). A layer whose step is not finite goes back to its last finite point; a warning names it.
+    not wait for each other, and no gradient runs through the model. Memory is that of one layer. What has no gradient,
+    such as a codebook, is fitted before (`Mechanism.prepare`). A layer takes back steps that are not finite.
 
-    Of every four rows the second is held out: nothing is fitted to it. In the end each layer's error on these rows is
-    compared with the one before. Where it is not lower by more than the standard error of the difference, the layer
-    keeps what it had, as a warning says. A single row can only be judged by itself.
+    Nothing is fitted to the second of every four rows. Where a layer's error on these is not lower in the end, by more
+    than the standard error of the difference, the layer keeps what it had, as a warning says. So do all where the
+    model's last hidden states are no closer to softmax's then; a causal model reads four of the rows end to end. A
+    single row is judged by itself.
 
     Args:
         model: a patched model.
-        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored. A dozen
-            batches of a few thousand tokens, of the text that the model is for. With a tokenizer: texts, of which
-            8,192 tokens from all over are taken, in rows of 512 or as many as the model has positions for.
+        batches: what the model takes, such as `{"input_ids": ...}`; labels are ignored. A dozen of a few thousand
+            tokens, of the text that the model is for. With a tokenizer: texts, of which 8,192 tokens from all over
+            are taken, in rows of 512 or as many as the model has positions for.
         tokenizer: the model's own, where `batches` are texts.
         steps: L-BFGS iterations per layer and batch.
         progress: show a progress bar over the batches; None: where standard error is a terminal.
 
     Returns:
         Path of each module that has something to fit -> the error above for each batch before the fit to it. Its
-        `held_out` has the error on the rows held out before and after, and whether the fit was taken.
+        `held_out` has errors on rows held out, before and after, and whether a fit was taken; `whole` those of the model.
 
     Raises:
         PatchError: the model is not patched.
@@ -68,8 +69,8 @@ def calibrate(
     Examples:
         >>> import torch, hf_linattn
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
-        >>> model = hf_linattn.patch_model(model, "hedgehog")
+        >>> gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50))
+        >>> model = hf_linattn.patch_model(gpt2, "hedgehog")
         >>> batches = [{"input_ids": torch.randint(50, (2, 32))} for _ in range(3)]
         >>> errors = hf_linattn.calibrate(model, batches, steps=5)
         >>> len(errors["transformer.h.0.attn"]), errors.held_out["transformer.h.0.attn"]._fields
@@ -129,7 +130,8 @@ def _fit(
             for batch in read:
                 show(batch)
 
-    return Calibration({path: fit.errors for path, fit in fits.items()}, take_the_better(judges, show_again))
+    found, whole = take_together(model, mechanisms, judges, take_the_better(judges, show_again), read, split)
+    return Calibration({path: fit.errors for path, fit in fits.items()}, found, whole)
 
 
 def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -> list[dict[str, Tensor]]:

@@ -20,7 +20,7 @@ NAMED = 3  # layers that a warning names
 
 
 class HeldOut(NamedTuple):
-    """A layer's error on rows that nothing was fitted to, before and after the fit, and whether the fit was taken."""
+    """An error on rows that nothing was fitted to, before and after the fit, and whether the fit was taken."""
 
     before: float
     after: float
@@ -30,12 +30,15 @@ class HeldOut(NamedTuple):
 class Calibration(dict[str, list[float]]):
     """Path of an attention module -> its errors batch by batch, each before the fit to it.
 
-    held_out: path -> its error on the rows held out.
+    Attributes:
+        held_out: path -> its error on the rows held out.
+        whole: the error of the model's last hidden states on them, with the fits of all these layers; None where no
+            fit was taken before, or the model hands on no hidden states.
     """
 
-    def __init__(self, errors: Mapping[str, list[float]], held_out: Mapping[str, HeldOut]):
+    def __init__(self, errors: Mapping[str, list[float]], held_out: Mapping[str, HeldOut], whole: HeldOut | None):
         super().__init__(errors)
-        self.held_out = dict(held_out)
+        self.held_out, self.whole = dict(held_out), whole
 
 
 class Split:
@@ -44,22 +47,30 @@ class Split:
     def __init__(self) -> None:
         self.first = self.size = 0
         self.alone = False  # whether there is one row in all, which stands for both
+        self.sizes, self.held_out = list[int](), list[list[int]]()  # rows of every batch that was read, those held out
 
     def restart(self) -> None:
         """Begin again with the first batch."""
         self.alone = self.first == 1
         self.first = self.size = 0
+        self.sizes, self.held_out = [], []
 
     def next_batch(self) -> None:
         """Go on to the batch after the one that was read."""
+        self.sizes.append(self.size)
+        self.held_out.append(self._chosen(held_out=True))
         self.first, self.size = self.first + self.size, 0
 
     def rows(self, call: AttentionCall, held_out: bool) -> AttentionCall | None:
         """Return the call of the rows that are held out, or of the others; None if there are none."""
         self.size = len(call.query)
-        own = [(self.first + row) % HELD_OUT == 1 for row in range(self.size)]
-        chosen = [row for row, is_held_out in enumerate(own) if self.alone or is_held_out == held_out]
+        chosen = self._chosen(held_out)
         return call.rows(chosen) if chosen else None
+
+    def _chosen(self, held_out: bool) -> list[int]:
+        """Return the rows of the batch at hand that are held out, or the others."""
+        own = [(self.first + row) % HELD_OUT == 1 for row in range(self.size)]
+        return [row for row, is_held_out in enumerate(own) if self.alone or is_held_out == held_out]
 
 
 class Judge:
@@ -83,6 +94,10 @@ class Judge:
             self.size += float(sizes.sum())
         return target
 
+    def go_back(self) -> None:
+        """Give the layer what it had before."""
+        write(self.tensors, self.before)
+
     def decide(self) -> HeldOut:
         """Go back to what was before unless the error is lower now, by more than chance; return both."""
         before, after = (torch.cat(errors) for errors in self.errors)
@@ -90,7 +105,7 @@ class Judge:
         doubt = gains.std() * math.sqrt(len(gains)) if len(gains) > 1 else gains.new_zeros(())
         taken = bool(gains.sum() > doubt)  # not where it is not a number
         if not taken:
-            write(self.tensors, self.before)
+            self.go_back()
         return HeldOut(float(before.sum()) / self.size, float(after.sum()) / self.size, taken)
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..architecture import root_model
 from ..config import require
 from ..errors import DataError, OptionError
-from ..positions.tables import position_tables
+from ..positions.tables import known_positions
 from .gates import Gates
 from .options import SearchOptions
 from .recall_signal import is_known
@@ -27,7 +27,7 @@ def prompts_for(gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options
         DataError: there is no tokenizer, or it cannot write an answer; no prompt is longer than the window.
     """
     root, given = root_model(gates.model), options.prompts
-    limit, name = _positions(root), "lengths" if given is None else "prompts"
+    limit, name = known_positions(root), "lengths" if given is None else "prompts"
     longest = max(options.lengths or (0,)) if given is None else 0
     if limit is not None and longest > limit:  # said before minutes go into writing them
         raise OptionError(
@@ -71,7 +71,7 @@ def with_lengths(
     """Return the options to try in turn: as they are, or with one length each where prompts are written of any."""
     if tokenizer is None or options.lengths is not None or options.prompts is not None:
         return [options]
-    lengths = _lengths(_positions(root_model(gates.model)), gates.window)
+    lengths = _lengths(known_positions(root_model(gates.model)), gates.window)
     return [dataclasses.replace(options, lengths=(length,)) for length in lengths]
 
 
@@ -115,10 +115,3 @@ def in_own_words(
         for prompt, own in zip(prompts, answers, strict=True)
         if own is not None and is_known(own.log_likelihood, own.ids)
     ]
-
-
-def _positions(root: PreTrainedModel) -> int | None:
-    """Return how many positions a model has, by its tables and its config; None if neither says it."""
-    tables = [end - first for first, end in position_tables(root).values()]
-    said = getattr(root.config.get_text_config(), "max_position_embeddings", None)
-    return min([*tables, *([said] if isinstance(said, int) else [])], default=None)

@@ -33,6 +33,13 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
     }
 
 
+def known_positions(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has, by its tables and its config; None if neither says it."""
+    tables = [end - first for first, end in position_tables(model).values()]
+    said = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min([*tables, *([said] if isinstance(said, int) else [])], default=None)
+
+
 def position_configs(config: Any) -> list[Any]:
     """Return the config of a model and, where it has them, those of its text model and of an encoder of tokens."""
     found = [config, config.get_text_config()]

@@ -145,7 +145,7 @@ def test_the_matrix_needs_the_values():
     ("members", "best"),
     [
         ({"local": {"window_size": 3}, "linear": {}}, "linear"),
-        ({"local": {"window_size": 40}, "linear": {}, "lsh": {"num_buckets": 8, "bucket_size": 4}}, "local"),
+        ({"local": {"window_size": 160}, "linear": {}, "lsh": {"num_buckets": 8, "bucket_size": 4}}, "local"),
     ],
 )
 @pytest.mark.parametrize("architecture", ["bert", "llama"])

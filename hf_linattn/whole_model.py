@@ -1,0 +1,123 @@
+"""What the fits of all layers are worth together: how far the model is from softmax on rows held out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .architecture import root_model
+from .attention_call import intercept_attention
+from .held_out import HeldOut, Judge, Split, squared_errors, write
+from .inference import accepted, without_labels
+from .mechanisms import Mechanism
+from .positions.tables import known_positions
+
+logger = logging.getLogger(__name__)
+
+LONGER = 4  # rows held out that a causal model reads as one
+OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels"}  # what such rows are made of
+
+
+class Reading(NamedTuple):
+    """What a model reads at once, how many rows that is, and which of them count."""
+
+    inputs: Mapping[str, Any]
+    size: int
+    rows: Sequence[int]
+
+
+def take_together(
+    model: nn.Module, mechanisms: Mapping[str, Mechanism], judges: Mapping[str, Judge],
+    found: Mapping[str, HeldOut], batches: Sequence[Mapping[str, Any]], split: Split,
+) -> tuple[Mapping[str, HeldOut], HeldOut | None]:  # fmt: skip
+    """Undo the fits of all layers where the model is no closer to softmax with them; return what is known then.
+
+    A layer that is closer by itself, on what softmax makes of the text, may still lead the layers behind it astray.
+    The error is that of the last hidden states, sum |h - h'|^2 / sum |h'|^2 over real tokens, h' those of softmax in
+    all layers. A causal model of tokens reads four of the rows held out end to end, as far as its positions go: sums
+    over a sequence may be right at no other length than that of the rows that they were fitted to.
+    """
+    fits = [judges[path] for path, result in found.items() if result.taken]
+    readings = end_to_end(model, mechanisms, batches, split) or one_by_one(batches, split)
+    if not fits:
+        return found, None
+    with intercept_attention(mechanisms):
+        wanted = [hidden_states(model, reading) for reading in readings]
+    if any(states is None for states in wanted):
+        return found, None
+    after, fitted = error_of(model, readings, wanted), [[x.clone() for x in judge.tensors] for judge in fits]
+    for judge in fits:
+        judge.go_back()
+    before = error_of(model, readings, wanted)
+    taken = math.isfinite(after) and not after >= before  # what was before need not be finite
+    if taken:
+        for judge, values in zip(fits, fitted, strict=True):
+            write(judge.tensors, values)
+        return found, HeldOut(before, after, taken)
+    logger.warning(
+        "calibrate: all layers keep what they had, as the model is no closer to softmax with the %d fits together, on"
+        " rows held out (error of its last hidden states: %.4g before, %.4g after)",
+        len(fits), before, after,
+    )  # fmt: skip
+    return {path: result._replace(taken=False) for path, result in found.items()}, HeldOut(before, after, taken)
+
+
+def end_to_end(
+    model: nn.Module, mechanisms: Mapping[str, Mechanism], batches: Sequence[Mapping[str, Any]], split: Split
+) -> list[Reading]:
+    """Return the rows held out as longer ones; none where the model is not causal or reads more than tokens."""
+    causal = all(mechanism.layer.causal and not mechanism.layer.cross for mechanism in mechanisms.values())
+    if not causal or not all(map(is_of_tokens, batches)):
+        return []
+    ids = [batch["input_ids"] for batch in batches]
+    if len({x.shape[1] for x in ids}) > 1:
+        return []
+    rows = torch.cat([x[chosen] for x, chosen in zip(ids, split.held_out, strict=True)])
+    limits = [known_positions(root_model(model)), *(mechanism.position_limit for mechanism in mechanisms.values())]
+    joined = min([LONGER, len(rows), *(limit // rows.shape[1] for limit in limits if limit)])
+    if joined < 2:
+        return []
+    longer = rows[: len(rows) // joined * joined].reshape(-1, joined * rows.shape[1])
+    return [Reading({"input_ids": row[None]}, 1, [0]) for row in longer]
+
+
+def is_of_tokens(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is rows of tokens without pads, and nothing else."""
+    mask = batch.get("attention_mask")
+    whole = mask is None or bool(mask.all())
+    return "input_ids" in batch and batch["input_ids"].dim() == 2 and batch.keys() <= OF_TOKENS and whole
+
+
+def one_by_one(batches: Sequence[Mapping[str, Any]], split: Split) -> list[Reading]:
+    """Return batches as they are, with the rows held out."""
+    chosen = zip(batches, split.sizes, split.held_out, strict=True)
+    return [Reading(without_labels(batch), size, rows) for batch, size, rows in chosen if rows]
+
+
+def hidden_states(model: nn.Module, reading: Reading) -> Any:
+    """Return the last hidden states of the rows that count, pads zero: [rows, N, E]; None if the model has none."""
+    backbone = root_model(model).base_model
+    found = backbone(**reading.inputs, **accepted(backbone, use_cache=False))
+    states = getattr(found, "last_hidden_state", None)
+    if states is None:
+        return None
+    name = "decoder_attention_mask" if "decoder_input_ids" in reading.inputs else "attention_mask"
+    real = reading.inputs.get(name)
+    if isinstance(real, Tensor) and real.shape == states.shape[:2]:
+        states = states * real[..., None].to(states)
+    return states[reading.rows] if len(states) == reading.size else states
+
+
+def error_of(model: nn.Module, readings: Sequence[Reading], wanted: Sequence[Tensor]) -> float:
+    """Return sum |h - h'|^2 / sum |h'|^2 over all that is read."""
+    error = size = 0.0
+    for reading, target in zip(readings, wanted, strict=True):
+        states = hidden_states(model, reading).flatten(1)
+        errors, sizes = squared_errors(states[:, None, None], target.flatten(1)[:, None, None], None)
+        error, size = error + float(errors.sum()), size + float(sizes.sum())
+    return error / size
