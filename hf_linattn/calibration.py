@@ -59,7 +59,7 @@ def calibrate(
 
     Returns:
         Path of each module that has something to fit -> the error above for each batch before the fit to it. Its
-        `held_out` has errors on rows held out, before and after, and whether a fit was taken; `whole` those of the model.
+        `held_out` has errors on rows held out, before and after, and whether a fit was taken; `whole` the model's.
 
     Raises:
         PatchError: the model is not patched.
