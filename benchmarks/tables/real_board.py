@@ -23,12 +23,12 @@ def real_board_section(rows: Mapping[str, Document]) -> str:
         for line in _lines(name, rows[name], original)
     ]
     first, samples = rows[ORIGINAL], original["recall"][0]["num_samples"]
-    source = first["provenance"]
+    source, devices = first["provenance"], sorted({row["provenance"]["device"] for row in rows.values()})
     softmax = next((row["state_bytes"] for row in rows.values() if "state_bytes" in row), None)
     whole = f"; softmax has {softmax['softmax'] / 1e6:.1f} MB" if softmax else ""
     state = f"State after {count(softmax['length'])} tokens{whole}. " if softmax else ""
     what = (
-        f"{first['model']}, {source['dtype']}, on {source['device']}, CPU threads: {source['threads']}. {state}"
+        f"{first['model']}, {source['dtype']}, on {' or '.join(devices)}, CPU threads: {source['threads']}. {state}"
         f"Perplexity of test books over the original's, {original['perplexity']:.1f}; loss by position less the"
         f" original's, in nats; needles in noise, of {samples} prompts a length; the mean of the zero-shot tasks, as a"
         " share of the original's, and the same above chance. Most prompts of these tasks are shorter than a"
@@ -52,6 +52,8 @@ def _lines(name: str, row: Document, original: Document) -> list[list[object]]:
         if stage not in row["stages"]:
             continue
         found = row["stages"][stage]
+        if found.get("whole") and not found["whole"]["taken"]:
+            after += ", all fits taken back"
         minutes = (found["seconds"] + found.get("calibration_seconds", 0.0)) / 60
         needles = {cell["length"]: share(cell["found"]) for cell in found["recall"]}
         lines.append(
