@@ -213,7 +213,7 @@ def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypa
     (tmp_path / "text.txt").write_text("some text")
     command = ["advise", LLAMA, "--text", str(tmp_path / "text.txt")]
     printed = CliRunner().invoke(app, command, env={"COLUMNS": "120"}).stdout
-    for part in ("+0.012", "50.0%", "20.0%", "0 of 2", "recommended: b", f"hf-linattn convert {LLAMA}"):
+    for part in ("+0.012", "50.0%", "20.0%", "0 of 2", "recommended: b", "of LoRA in float32", f"hf-linattn convert {LLAMA}"):
         assert part in printed, part
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert document["recommended"] == "b" and document["command"] == found.command(LLAMA)

@@ -46,8 +46,9 @@ class Settings:
         calibration_tokens: on which what is new in a plan is fitted, from the first half of the text.
         windows: of `length` tokens from the second half, on which losses are measured.
         prompts: of the recall task, at most `length` tokens each. recall_task: its name.
-        recovery_tokens, block_size, batch_size, lora_rank: of the recovery whose time is estimated; rows, those of the
-            calibration too, are as long as the model has positions where it has fewer than `block_size`.
+        recovery_tokens, block_size, batch_size, lora_rank: of the recovery whose time is estimated, in the model's
+            dtype: bfloat16 is that of a recipe with `bf16: true`. Rows, those of the calibration too, are as long as
+            the model has positions where it has fewer than `block_size`.
         seed: of the prompts and of what is drawn.
     """
 

@@ -36,8 +36,8 @@ def advise(
     table = console_table(
         "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
         caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: of prompts, softmax has"
-        f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours;"
-        " -: not measured of what recalls too little",
+        f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours"
+        f" of LoRA in {str(loaded.dtype).removeprefix('torch.')}; -: not measured of what recalls too little",
     )  # fmt: skip
     for trial in found.trials:
         speed, seconds = trial.speed, found.recovery_seconds(trial)
