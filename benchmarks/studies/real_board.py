@@ -4,8 +4,9 @@
 
 Every row is a mechanism right after `patch_model` and after `calibrate`, in a file of its own under
 benchmarks/results/real_board, written when it is done; a run that is started again goes on with those that are
-missing. The best mechanisms have a row with every fourth layer softmax, too, and beside all of them stand a tenth and a
-quarter of the heads, chosen by recall. Mechanisms are fitted on the training split of the books, and scored on the test split.
+missing. The best mechanisms have a row with every fourth layer softmax, too. Beside all of them stand a tenth and a
+quarter of the heads, chosen by recall. Mechanisms are fitted on the training split of the books, and scored on the
+test split.
 """
 
 from __future__ import annotations
