@@ -152,6 +152,24 @@ def test_a_plan_that_is_refused_is_left_out_and_says_why(monkeypatch, caplog):
         advise(*given, plans=PLANS, settings=SETTINGS)
 
 
+def test_a_plan_whose_costs_cannot_be_measured_keeps_its_trial(monkeypatch, caplog):
+    module = import_module("hf_linattn.advice.advise")
+
+    def costs(model, trial, material):
+        if trial.name == "window":
+            raise OptionError("the seconds of a step must be finite")
+        return replace(trial, step_seconds=2.0)
+
+    untimed = replace(make_trial("", 1.0, 0.0, 1), step_seconds=None)
+    monkeypatch.setattr(module, "run_trial", lambda _, name, *__: replace(untimed, name=name))
+    monkeypatch.setattr(module, "with_costs", costs)
+    monkeypatch.setattr(module, "make_prompts", lambda *_, **__: [])
+    monkeypatch.setattr(module, "answered", lambda *_: [1.0])
+    found = advise(make_model("gpt2"), make_tokenizer(), ["w5 w6 " * 200], 16, plans=PLANS, settings=SETTINGS)
+    assert {trial.name: trial.step_seconds for trial in found.trials} == {"window": None, "linear": 2.0}
+    assert "the costs of the plan 'window' are left open, as they cannot be measured: the seconds" in caplog.text
+
+
 def make_trial(name: str, recall: float, increase: float, state: int) -> Trial:
     speed = SpeedRow(8, 1, Spread(1, 1, 1), Spread(1, 1, 1))
     return Trial(name, "linear", 3 + increase, increase, 0.0, recall, 10, state, 100, False, speed, 1.0, 1.0)
@@ -213,7 +231,8 @@ def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypa
     (tmp_path / "text.txt").write_text("some text")
     command = ["advise", LLAMA, "--text", str(tmp_path / "text.txt")]
     printed = CliRunner().invoke(app, command, env={"COLUMNS": "120"}).stdout
-    for part in ("+0.012", "50.0%", "20.0%", "0 of 2", "recommended: b", "of LoRA in float32", f"hf-linattn convert {LLAMA}"):
+    parts = ("+0.012", "50.0%", "20.0%", "0 of 2", "recommended: b", "of LoRA in float32", f"hf-linattn convert {LLAMA}")
+    for part in parts:
         assert part in printed, part
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert document["recommended"] == "b" and document["command"] == found.command(LLAMA)

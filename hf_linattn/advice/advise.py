@@ -134,7 +134,7 @@ def advise(
     trials = try_plans(model, plans, material, recall, progress)
     least = least_recall(trials, recall, settings)
     with progress_bar(trials, desc="what they cost", unit="plan", progress=progress) as bar:
-        trials = [with_costs(model, trial, material) if trial.recall >= least else trial for trial in bar]
+        trials = [known_costs(model, trial, material) if trial.recall >= least else trial for trial in bar]
     return Advice(
         length, float(material.original_losses.mean()), recall, tuple(trials),
         recommend(trials, recall, settings).name, settings,
@@ -163,6 +163,15 @@ def try_plans(
                     raise
                 logger.warning("the plan %r is left out, as it cannot be measured: %s", name, error)
     return trials
+
+
+def known_costs(model: PreTrainedModel, trial: Trial, material: Material) -> Trial:
+    """Return a trial with its costs, or as it is where they cannot be measured: what it keeps is known."""
+    try:
+        return with_costs(model, trial, material)
+    except HfLinattnError as error:
+        logger.warning("the costs of the plan %r are left open, as they cannot be measured: %s", trial.name, error)
+        return trial
 
 
 def choose(model: PreTrainedModel, material: Material, progress: bool | None) -> dict[str, Plan]:
