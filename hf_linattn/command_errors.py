@@ -13,6 +13,7 @@ from .reading import one_line
 # what a command says in one line, beside memory that ran out; all else is a fault of the library with its traceback
 SAID = (HfLinattnError, OSError, ValueError, ImportError)
 TRACEBACK = "HF_LINATTN_TRACEBACK"
+INTERRUPTED = 130  # the exit code of what SIGINT ended, as shells count
 
 
 def told_in_one_line(error: BaseException) -> str:
@@ -35,9 +36,16 @@ def told_in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def exit_with_one_line() -> Iterator[None]:
-    """End the process with exit code 1 and one line in place of a traceback; see `told_in_one_line`."""
+    """End the process with exit code 1 and one line in place of a traceback; see `told_in_one_line`.
+
+    Ctrl-C ends it with exit code 130 and none: what it stopped has said so.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if os.environ.get(TRACEBACK):
+            raise
+        raise SystemExit(INTERRUPTED) from None
     except (*SAID, RuntimeError, MemoryError) as error:
         if os.environ.get(TRACEBACK) or not (isinstance(error, SAID) or is_out_of_memory(error)):
             raise

@@ -360,6 +360,15 @@ def test_any_error_of_what_is_read_and_written_ends_a_command_with_one_line(monk
     assert isinstance(CliRunner().invoke(app, ["finetune"]).exception, type(error))
 
 
+def test_an_interrupted_recipe_ends_without_a_traceback(monkeypatch):
+    with pytest.raises(SystemExit) as ended, exit_with_one_line():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130 and ended.value.__suppress_context__
+    monkeypatch.setenv("HF_LINATTN_TRACEBACK", "1")
+    with pytest.raises(KeyboardInterrupt), exit_with_one_line():
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to\n allocate 2.00 GiB."),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2147483648 bytes."),
     MemoryError("Unable to allocate 2.00 GiB for an array")])  # fmt: skip

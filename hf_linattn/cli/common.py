@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..adapter_config import CONFIG_FILE, base_of
 from ..atomic_io import is_writable, write_json
-from ..command_errors import exit_with_one_line
+from ..command_errors import INTERRUPTED, exit_with_one_line
 from ..config import require, require_count, require_known
 from ..errors import DataError, UnsupportedModelError
 from ..reading import reading, require_file, require_place
@@ -35,7 +35,7 @@ EXIT_CODES = {
     1: "an error, said in one line on standard error",
     2: "a command line that cannot be read",
     STOPPED: "a time limit ended a measurement, and what was measured by then is shown",
-    130: "Ctrl-C",
+    INTERRUPTED: "Ctrl-C",
 }
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
