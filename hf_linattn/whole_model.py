@@ -88,9 +88,9 @@ def end_to_end(
 
 def is_of_tokens(batch: Mapping[str, Any]) -> bool:
     """Whether a batch is rows of tokens without pads, and nothing else."""
-    mask = batch.get("attention_mask")
-    whole = mask is None or bool(mask.all())
-    return "input_ids" in batch and batch["input_ids"].dim() == 2 and batch.keys() <= OF_TOKENS and whole
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    rows = isinstance(ids, Tensor) and ids.dim() == 2 and batch.keys() <= OF_TOKENS
+    return rows and (mask is None or bool(mask.all()))
 
 
 def one_by_one(batches: Sequence[Mapping[str, Any]], split: Split) -> list[Reading]:

@@ -129,6 +129,15 @@ def test_rows_end_to_end_stay_within_the_positions():
     assert calibrate(model, batches, steps=1).whole is not None
 
 
+def test_embeddings_in_place_of_tokens_are_read_one_by_one():
+    model = make("llama")
+    embedded = model.get_input_embeddings()(random_tokens(8, LENGTH, seed=3)).detach()
+    batches = [{"input_ids": None, "inputs_embeds": embedded}]
+    counted = (torch.arange(8) % 4 == 1, slice(None))
+    before = error_on(model, [(batches[0], counted)])
+    assert calibrate(model, batches, steps=2).whole.before == pytest.approx(before, rel=1e-6)
+
+
 def test_a_model_without_last_hidden_states_is_judged_layer_by_layer_alone():
     model = patch_model(small_model("clip"), "hedgehog")
     pixels = torch.randn(4, 3, model.config.vision_config.image_size, model.config.vision_config.image_size)
