@@ -44,9 +44,9 @@ def calibrate(
     such as a codebook, is fitted before (`Mechanism.prepare`). A layer takes back steps that are not finite.
 
     Nothing is fitted to the second of every four rows. Where a layer's error on these is not lower in the end, by more
-    than the standard error of the difference, the layer keeps what it had, as a warning says. So do all where the
-    model's last hidden states are no closer to softmax's then; a causal model reads four of the rows end to end. A
-    single row is judged by itself.
+    than the standard error of the difference, the layer keeps what it had, as a warning says. So do the first layers,
+    or all, where the model's last hidden states are closer to softmax's without their fits; a causal model reads four
+    of the rows end to end. A single row is judged by itself.
 
     Args:
         model: a patched model.

@@ -19,6 +19,7 @@ from .positions.tables import known_positions
 
 logger = logging.getLogger(__name__)
 
+UNDONE = (0, 0.25, 0.5, 0.75, 1)  # shares of the fits, of the first layers, that are tried
 LONGER = 4  # rows held out that a causal model reads as one
 OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels"}  # what such rows are made of
 
@@ -35,14 +36,16 @@ def take_together(
     model: nn.Module, mechanisms: Mapping[str, Mechanism], judges: Mapping[str, Judge],
     found: Mapping[str, HeldOut], batches: Sequence[Mapping[str, Any]], split: Split,
 ) -> tuple[Mapping[str, HeldOut], HeldOut | None]:  # fmt: skip
-    """Undo the fits of all layers where the model is no closer to softmax with them; return what is known then.
+    """Undo the fits with which the model is further from softmax; return what is known then.
 
-    A layer that is closer by itself, on what softmax makes of the text, may still lead the layers behind it astray.
-    The error is that of the last hidden states, sum |h - h'|^2 / sum |h'|^2 over real tokens, h' those of softmax in
-    all layers. A causal model of tokens reads four of the rows held out end to end, as far as its positions go: sums
-    over a sequence may be right at no other length than that of the rows that they were fitted to.
+    A layer that is closer by itself, on what softmax makes of the text, may still lead all layers behind it astray,
+    the first ones most. So the model reads the rows held out with all fits, with the last three quarters of them, the
+    last half, the last quarter and none, and keeps what is best. The error is that of the last hidden states,
+    sum |h - h'|^2 / sum |h'|^2 over real tokens, h' those of softmax in all layers. A causal model of tokens reads
+    four rows end to end, as far as its positions go: sums over a sequence may be right at no other length than that of
+    the rows that they were fitted to.
     """
-    fits = [judges[path] for path, result in found.items() if result.taken]
+    fits = {path: judges[path] for path, result in found.items() if result.taken}
     readings = end_to_end(model, mechanisms, batches, split) or one_by_one(batches, split)
     if not fits:
         return found, None
@@ -50,21 +53,26 @@ def take_together(
         wanted = [hidden_states(model, reading) for reading in readings]
     if any(states is None for states in wanted):
         return found, None
-    after, fitted = error_of(model, readings, wanted), [[x.clone() for x in judge.tensors] for judge in fits]
-    for judge in fits:
-        judge.go_back()
-    before = error_of(model, readings, wanted)
-    taken = math.isfinite(after) and not after >= before  # what was before need not be finite
-    if taken:
-        for judge, values in zip(fits, fitted, strict=True):
-            write(judge.tensors, values)
-        return found, HeldOut(before, after, taken)
-    logger.warning(
-        "calibrate: all layers keep what they had, as the model is no closer to softmax with the %d fits together, on"
-        " rows held out (error of its last hidden states: %.4g before, %.4g after)",
-        len(fits), before, after,
-    )  # fmt: skip
-    return {path: result._replace(taken=False) for path, result in found.items()}, HeldOut(before, after, taken)
+    order, fitted = list(fits.values()), [[x.clone() for x in judge.tensors] for judge in fits.values()]
+    errors, undone = dict[int, float](), 0  # by how many of the first fits are undone
+    for count in sorted({round(len(fits) * share) for share in UNDONE}):
+        for judge in order[undone:count]:
+            judge.go_back()
+        errors[count], undone = error_of(model, readings, wanted), count
+    before = errors.pop(len(fits))
+    best = min(errors, key=lambda count: errors[count] if math.isfinite(errors[count]) else math.inf)
+    whole = HeldOut(before, errors[best], math.isfinite(errors[best]) and not errors[best] >= before)
+    back = best if whole.taken else len(fits)
+    for judge, values in zip(order[back:], fitted[back:], strict=True):
+        write(judge.tensors, values)
+    if back:
+        logger.warning(
+            "calibrate: the fits of the first %d of %d layers are taken back, as without them the model is closer to"
+            " softmax on rows held out (error of its last hidden states: %.4g with no fits, at best %.4g with some)",
+            back, len(fits), *whole[:2],
+        )  # fmt: skip
+    dropped = dict.fromkeys(list(fits)[:back], False)
+    return {path: result._replace(taken=dropped.get(path, result.taken)) for path, result in found.items()}, whole
 
 
 def end_to_end(

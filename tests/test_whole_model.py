@@ -88,8 +88,8 @@ def test_of_an_encoder_decoder_the_tokens_of_the_decoder_count():
     assert calibrate(model, batches, steps=2).whole.before == pytest.approx(before, rel=1e-6)
 
 
-def right_within_its_rows(mechanism):
-    """Have a fitted mechanism answer as softmax does to tokens that a row of its batches has, and wrongly behind."""
+def right_within_its_rows(mechanism, rows=1):
+    """Have a fitted mechanism answer as softmax does to tokens that so many rows have, and wrongly behind."""
     first, forward = mechanism.log_decay_rate.detach().clone(), mechanism.forward
     softmax = next(iter(get_mechanisms(make("llama", "softmax")).values()))
 
@@ -98,7 +98,7 @@ def right_within_its_rows(mechanism):
         exact = softmax(*heads, keep_state=False)[0] + output - output.detach()  # with a gradient, to move by
         if torch.equal(mechanism.log_decay_rate, first):
             return 1.1 * exact, state
-        return torch.cat([exact[:, :, :LENGTH], -exact[:, :, LENGTH:]], 2), state
+        return torch.cat([exact[:, :, : rows * LENGTH], -exact[:, :, rows * LENGTH :]], 2), state
 
     mechanism.forward = answer
 
@@ -120,7 +120,22 @@ def test_fits_that_are_right_at_their_own_length_alone_are_undone(mask, caplog):
     assert all(found.after < found.before for found in result.held_out.values())
     assert kept == [not padded] * 2 and result.whole.taken == padded
     assert [found.taken for found in result.held_out.values()] == [padded] * 2
-    assert ("no closer to softmax with the 2 fits together" in caplog.text) != padded
+    assert ("the fits of the first 2 of 2 layers are taken back" in caplog.text) != padded
+
+
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_the_last_layers_keep_their_fits_where_the_first_lead_astray(spoilt):
+    """And none do where the last layer does."""
+    model = make("llama", "linear", decay="learned")
+    mechanisms = list(get_mechanisms(model).values())
+    for place, mechanism in enumerate(mechanisms):
+        right_within_its_rows(mechanism, rows=1 if place == spoilt else 4)
+    before = [m.log_decay_rate.detach().clone() for m in mechanisms]
+    result = calibrate(model, make_batches(), steps=2)
+    expected = [False, spoilt == 0]
+    assert [found.taken for found in result.held_out.values()] == expected
+    assert [not torch.equal(m.log_decay_rate, x) for m, x in zip(mechanisms, before, strict=True)] == expected
+    assert result.whole.taken == (spoilt == 0)
 
 
 def test_rows_end_to_end_stay_within_the_positions():
