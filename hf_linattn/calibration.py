@@ -46,7 +46,7 @@ def calibrate(
     Nothing is fitted to the second of every four rows. Where a layer's error on these is not lower in the end, by more
     than the standard error of the difference, the layer keeps what it had, as a warning says. So do the first layers,
     or all, where the model's last hidden states are closer to softmax's without their fits; a causal model reads four
-    of the rows end to end. A single row is judged by itself.
+    of the rows end to end, too. A single row is judged by itself.
 
     Args:
         model: a patched model.

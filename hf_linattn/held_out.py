@@ -32,11 +32,13 @@ class Calibration(dict[str, list[float]]):
 
     Attributes:
         held_out: path -> its error on the rows held out.
-        whole: the error of the model's last hidden states on them, with the fits of all these layers; None where no
-            fit was taken before, or the model hands on no hidden states.
+        whole: the error of the model's last hidden states on them with the fits of all these layers, and, where it is
+            causal, on four of them end to end; empty where no layer was better by itself, or without such states.
     """
 
-    def __init__(self, errors: Mapping[str, list[float]], held_out: Mapping[str, HeldOut], whole: HeldOut | None):
+    def __init__(
+        self, errors: Mapping[str, list[float]], held_out: Mapping[str, HeldOut], whole: tuple[HeldOut, ...]
+    ):
         super().__init__(errors)
         self.held_out, self.whole = dict(held_out), whole
 

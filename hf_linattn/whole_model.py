@@ -20,6 +20,8 @@ from .positions.tables import known_positions
 logger = logging.getLogger(__name__)
 
 UNDONE = (0, 0.25, 0.5, 0.75, 1)  # shares of the fits, of the first layers, that are tried
+WORST = 1.1  # times the error without fits, which none may have at either length
+NOISE = 1e-6  # errors below it are those of rounding
 LONGER = 4  # rows held out that a causal model reads as one
 OF_TOKENS = {"input_ids", "attention_mask", "position_ids", "labels"}  # what such rows are made of
 
@@ -35,44 +37,60 @@ class Reading(NamedTuple):
 def take_together(
     model: nn.Module, mechanisms: Mapping[str, Mechanism], judges: Mapping[str, Judge],
     found: Mapping[str, HeldOut], batches: Sequence[Mapping[str, Any]], split: Split,
-) -> tuple[Mapping[str, HeldOut], HeldOut | None]:  # fmt: skip
+) -> tuple[Mapping[str, HeldOut], tuple[HeldOut, ...]]:  # fmt: skip
     """Undo the fits with which the model is further from softmax; return what is known then.
 
     A layer that is closer by itself, on what softmax makes of the text, may still lead all layers behind it astray,
     the first ones most. So the model reads the rows held out with all fits, with the last three quarters of them, the
-    last half, the last quarter and none, and keeps what is best. The error is that of the last hidden states,
-    sum |h - h'|^2 / sum |h'|^2 over real tokens, h' those of softmax in all layers. A causal model of tokens reads
-    four rows end to end, as far as its positions go: sums over a sequence may be right at no other length than that of
-    the rows that they were fitted to.
+    last half, the last quarter and none. The error is that of the last hidden states, sum |h - h'|^2 / sum |h'|^2 over
+    real tokens, h' those of softmax in all layers. A causal model of tokens reads the rows as they are and four of
+    them end to end, as far as its positions go: sums over a sequence may be right at no other length than that of the
+    rows that they were fitted to. Kept is what has the least mean error, the geometric one over both lengths, among
+    what has at most a tenth more than no fits at each.
     """
     fits = {path: judges[path] for path, result in found.items() if result.taken}
-    readings = end_to_end(model, mechanisms, batches, split) or one_by_one(batches, split)
+    lengths = [one_by_one(batches, split), end_to_end(model, mechanisms, batches, split)]
     if not fits:
-        return found, None
+        return found, ()
     with intercept_attention(mechanisms):
-        wanted = [hidden_states(model, reading) for reading in readings]
-    if any(states is None for states in wanted):
-        return found, None
+        wanted = [[hidden_states(model, reading) for reading in readings] for readings in lengths if readings]
+    if any(states is None for several in wanted for states in several):
+        return found, ()
+    read = list(zip([readings for readings in lengths if readings], wanted, strict=True))
     order, fitted = list(fits.values()), [[x.clone() for x in judge.tensors] for judge in fits.values()]
-    errors, undone = dict[int, float](), 0  # by how many of the first fits are undone
+    errors, undone = dict[int, list[float]](), 0  # at each length, by how many of the first fits are undone
     for count in sorted({round(len(fits) * share) for share in UNDONE}):
         for judge in order[undone:count]:
             judge.go_back()
-        errors[count], undone = error_of(model, readings, wanted), count
-    before = errors.pop(len(fits))
-    best = min(errors, key=lambda count: errors[count] if math.isfinite(errors[count]) else math.inf)
-    whole = HeldOut(before, errors[best], math.isfinite(errors[best]) and not errors[best] >= before)
-    back = best if whole.taken else len(fits)
-    for judge, values in zip(order[back:], fitted[back:], strict=True):
+        errors[count], undone = [error_of(model, *several) for several in read], count
+    before = errors[len(fits)]
+    best = min(errors, key=lambda count: (mean_ratio(errors[count], before), -count))
+    for judge, values in zip(order[best:], fitted[best:], strict=True):
         write(judge.tensors, values)
-    if back:
+    if best:
         logger.warning(
             "calibrate: the fits of the first %d of %d layers are taken back, as without them the model is closer to"
-            " softmax on rows held out (error of its last hidden states: %.4g with no fits, at best %.4g with some)",
-            back, len(fits), *whole[:2],
+            " softmax on rows held out", best, len(fits),
         )  # fmt: skip
-    dropped = dict.fromkeys(list(fits)[:back], False)
-    return {path: result._replace(taken=dropped.get(path, result.taken)) for path, result in found.items()}, whole
+    dropped = dict.fromkeys(list(fits)[:best], False)
+    whole = [HeldOut(*pair, best < len(fits)) for pair in zip(before, errors[best], strict=True)]
+    known = {path: result._replace(taken=dropped.get(path, result.taken)) for path, result in found.items()}
+    return known, tuple(whole)
+
+
+def mean_ratio(errors: Sequence[float], before: Sequence[float]) -> float:
+    """Return the geometric mean of errors over those before; infinite where one is not finite, or a tenth larger.
+
+    >>> round(mean_ratio([0.1, 0.21], [0.4, 0.2]), 3), mean_ratio([0.0, 0.3], [0.4, 0.2])
+    (0.512, inf)
+    """
+    if not all(map(math.isfinite, errors)):
+        return math.inf
+    others = [other if math.isfinite(other) else math.inf for other in before]
+    ratios = [max(own, NOISE) / max(other, NOISE) for own, other in zip(errors, others, strict=True)]
+    if max(ratios) > WORST:
+        return math.inf
+    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def end_to_end(

@@ -163,7 +163,7 @@ def test_a_fit_that_serves_other_rows_worse_is_undone(caplog):
                 parameter.mul_(-5.0)
 
     first.prepare = spoil
-    result = calibrate(model, make_batches(2), steps=1)
+    result = calibrate(model, make_batches(2, batch=24), steps=10)
     assert not result.held_out[spoilt].taken and result.held_out[fine].taken
     assert result.held_out[spoilt].after >= result.held_out[spoilt].before
     assert spoilt in caplog.text and fine not in caplog.text

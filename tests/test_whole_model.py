@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from hf_linattn import calibrate, get_mechanisms, original_attention, patch_model
 from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.models import random_tokens, tiny_model
+from hf_linattn.whole_model import mean_ratio
 from tests.helpers import make_tokens
+from tests.models import make_model
 
 ROWS, LENGTH = 24, 12
 OPTIONS = {"linear": {"decay": "learned"}, "hybrid": {"window_size": 3}, "gated_deltanet": {"rotation": "kept"}}
@@ -42,26 +46,34 @@ def error_on(model, readings):
     return error / size
 
 
+def readings_of(batches, counted):
+    return [(batch, counted) for batch in batches]
+
+
 @pytest.mark.parametrize("mechanism", ["linear", "hedgehog", "hybrid", "gated_deltanet"])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_a_causal_model_reads_rows_held_out_end_to_end(architecture, mechanism):
+def test_a_causal_model_reads_rows_held_out_as_they_are_and_end_to_end(architecture, mechanism):
     """Six rows of 12 tokens, four at a time: one of 48, and two are left over."""
     model = make(architecture, mechanism, **OPTIONS.get(mechanism, {}))
     joined = random_tokens(ROWS, LENGTH, seed=3)[list(HELD_OUT)][:4].reshape(1, -1)
-    readings = [({"input_ids": joined}, (slice(None), slice(None)))]
-    before = error_on(model, readings)
+    readings = [
+        readings_of(make_batches(), (torch.arange(8) % 4 == 1, slice(None))),
+        [({"input_ids": joined}, (slice(None), slice(None)))],
+    ]
+    before = [error_on(model, several) for several in readings]
     result = calibrate(model, make_batches(), steps=3)
-    after = error_on(model, readings)
-    if (whole := result.whole) is None:  # no layer is closer by itself
+    after = [error_on(model, several) for several in readings]
+    if not result.whole:  # no layer is closer by itself
         assert after == before
         return
-    assert whole.before == pytest.approx(before, rel=1e-6)
-    assert after == pytest.approx(min(whole.before, whole.after), rel=1e-6)
-    assert whole.taken == (whole.after < whole.before)
+    assert [error.before for error in result.whole] == pytest.approx(before, rel=1e-6)
+    assert [error.after for error in result.whole] == pytest.approx(after, rel=1e-6)
+    assert math.prod(after) <= math.prod(before) * (1 + 1e-6) and max(torch.tensor(after) / torch.tensor(before)) < 1.1
+    assert {error.taken for error in result.whole} == {after != before}
 
 
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
-def test_padded_rows_are_read_one_by_one_and_pads_do_not_count(architecture):
+def test_padded_rows_are_read_as_they_are_and_pads_do_not_count(architecture):
     model = make(architecture)
     mask = torch.ones(8, LENGTH, dtype=torch.long)
     mask[::2, 7:] = 0
@@ -69,11 +81,11 @@ def test_padded_rows_are_read_one_by_one_and_pads_do_not_count(architecture):
     batches = make_batches(attention_mask=mask)
     rows = torch.zeros(8, LENGTH, dtype=torch.bool)
     rows[1::4] = True
-    readings = [(batch, rows & mask.bool()) for batch in batches]
+    readings = readings_of(batches, rows & mask.bool())
     before = error_on(model, readings)
-    whole = calibrate(model, batches, steps=3).whole
+    (whole,) = calibrate(model, batches, steps=3).whole
     assert whole.before == pytest.approx(before, rel=1e-6)
-    assert error_on(model, readings) == pytest.approx(min(whole.before, whole.after), rel=1e-6)
+    assert whole.after == pytest.approx(error_on(model, readings), rel=1e-6) and whole.after <= whole.before
 
 
 def test_of_an_encoder_decoder_the_tokens_of_the_decoder_count():
@@ -84,8 +96,8 @@ def test_of_an_encoder_decoder_the_tokens_of_the_decoder_count():
     batches = make_batches(**extra, decoder_attention_mask=decoder)
     rows = torch.zeros(8, 7, dtype=torch.bool)
     rows[1::4] = True
-    before = error_on(model, [(batch, rows & decoder.bool()) for batch in batches])
-    assert calibrate(model, batches, steps=2).whole.before == pytest.approx(before, rel=1e-6)
+    before = error_on(model, readings_of(batches, rows & decoder.bool()))
+    assert calibrate(model, batches, steps=2).whole[0].before == pytest.approx(before, rel=1e-6)
 
 
 def right_within_its_rows(mechanism, rows=1):
@@ -118,7 +130,7 @@ def test_fits_that_are_right_at_their_own_length_alone_are_undone(mask, caplog):
     result = calibrate(model, make_batches() if mask is None else make_batches(attention_mask=mask), steps=2)
     kept = [torch.equal(m.log_decay_rate, x) for m, x in zip(mechanisms.values(), before, strict=True)]
     assert all(found.after < found.before for found in result.held_out.values())
-    assert kept == [not padded] * 2 and result.whole.taken == padded
+    assert kept == [not padded] * 2 and [error.taken for error in result.whole] == [padded] * (1 if padded else 2)
     assert [found.taken for found in result.held_out.values()] == [padded] * 2
     assert ("the fits of the first 2 of 2 layers are taken back" in caplog.text) != padded
 
@@ -135,13 +147,13 @@ def test_the_last_layers_keep_their_fits_where_the_first_lead_astray(spoilt):
     expected = [False, spoilt == 0]
     assert [found.taken for found in result.held_out.values()] == expected
     assert [not torch.equal(m.log_decay_rate, x) for m, x in zip(mechanisms, before, strict=True)] == expected
-    assert result.whole.taken == (spoilt == 0)
+    assert [error.taken for error in result.whole] == [spoilt == 0] * 2
 
 
 def test_rows_end_to_end_stay_within_the_positions():
-    model = make("gpt2")  # of 64
+    model = patch_model(make_model("gpt2"), "hedgehog")  # of 64
     batches = [{"input_ids": random_tokens(8, 40, seed=number)} for number in range(2)]
-    assert calibrate(model, batches, steps=1).whole is not None
+    assert len(calibrate(model, batches, steps=1).whole) == 1
 
 
 def test_embeddings_in_place_of_tokens_are_read_one_by_one():
@@ -150,11 +162,18 @@ def test_embeddings_in_place_of_tokens_are_read_one_by_one():
     batches = [{"input_ids": None, "inputs_embeds": embedded}]
     counted = (torch.arange(8) % 4 == 1, slice(None))
     before = error_on(model, [(batches[0], counted)])
-    assert calibrate(model, batches, steps=2).whole.before == pytest.approx(before, rel=1e-6)
+    assert calibrate(model, batches, steps=2).whole[0].before == pytest.approx(before, rel=1e-6)
 
 
 def test_a_model_without_last_hidden_states_is_judged_layer_by_layer_alone():
     model = patch_model(small_model("clip"), "hedgehog")
     pixels = torch.randn(4, 3, model.config.vision_config.image_size, model.config.vision_config.image_size)
     result = calibrate(model, [{"input_ids": make_tokens(4, 9), "pixel_values": pixels}], steps=2)
-    assert result.whole is None and any(found.taken for found in result.held_out.values())
+    assert result.whole == () and any(found.taken for found in result.held_out.values())
+
+
+def test_of_fits_none_is_kept_that_costs_a_tenth_at_either_length():
+    assert mean_ratio([0.2, 0.21], [0.4, 0.2]) == pytest.approx(math.sqrt(0.5 * 1.05))
+    assert mean_ratio([0.0, 0.23], [0.4, 0.2]) == mean_ratio([0.1, math.nan], [0.4, 0.2]) == math.inf
+    assert mean_ratio([1e-9, 0.1], [1e-12, 0.2]) == pytest.approx(math.sqrt(0.5)), "errors of rounding are alike"
+    assert mean_ratio([0.1, 0.1], [math.nan, 0.1]) == 0

@@ -163,7 +163,7 @@ def run_row(model_path: str, row: str, material: Material, dtype: torch.dtype) -
         found = calibrate(model, material.fitted)
         stages[CALIBRATED] = {"calibration_seconds": time.perf_counter() - start}
         stages[CALIBRATED] |= {"layers_taken": sum(result.taken for result in found.held_out.values())}
-        stages[CALIBRATED] |= {"whole": found.whole and found.whole._asdict()}
+        stages[CALIBRATED] |= {"whole": [error._asdict() for error in found.whole]}
         stages[CALIBRATED] |= measure(model, material, whole=True)
     bytes_of = {"length": length, "row": state.patched, "softmax": state.original}
     return {"row": row, "plan": plan, "state_bytes": bytes_of, "stages": stages}

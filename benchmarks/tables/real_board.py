@@ -52,7 +52,7 @@ def _lines(name: str, row: Document, original: Document) -> list[list[object]]:
         if stage not in row["stages"]:
             continue
         found = row["stages"][stage]
-        if found.get("whole") and not found["whole"]["taken"]:
+        if any(not error["taken"] for error in found.get("whole", [])):
             after += ", all fits taken back"
         minutes = (found["seconds"] + found.get("calibration_seconds", 0.0)) / 60
         needles = {cell["length"]: share(cell["found"]) for cell in found["recall"]}

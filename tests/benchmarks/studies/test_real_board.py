@@ -51,7 +51,7 @@ def test_every_row_is_measured_once(board, monkeypatch):
     assert kept == [{"mechanism": "streaming", "options": {"window_size": 40}, "layers": [0, 1, 3]}]
     assert rows["windows"]["state_bytes"]["row"] <= rows["linear"]["state_bytes"]["row"]
     assert {name: len(row["stages"]) for name, row in rows.items() if len(row["stages"]) > 1} == {"hedgehog": 2}
-    assert set(rows["hedgehog"]["stages"]["calibrated"]["whole"]) == {"before", "after", "taken"}
+    assert {*rows["hedgehog"]["stages"]["calibrated"]["whole"][0]} == {"before", "after", "taken"}
     windows = real_board.read_material(str(BUNDLED), folder.parent, None, SIZES).windows
     with torch.no_grad():
         loss = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float64)(windows, labels=windows).loss
@@ -81,7 +81,7 @@ def test_the_table_has_a_line_for_each_stage():
             "patched": stage(80.0, 0.0), "calibrated": stage(24.0, 0.25, calibration_seconds=60.0, **whole(3.5, 0.6)),
         }},
         "hybrid": {**head, **state, "provenance": {**provenance, "device": "another"}, "stages": {
-            "calibrated": stage(30.0, 0.0, whole={"taken": False}),
+            "calibrated": stage(30.0, 0.0, whole=[{"taken": False}]),
         }},
         "heads": {**head, **state, "stages": {"patched": stage(22.0, 1.0, **whole(3.25, 0.8))}},
         "original": {**head, "stages": {"patched": stage(20.0, 1.0, **whole(3.0, 0.8))}},
