@@ -101,7 +101,7 @@ def test_of_an_encoder_decoder_the_tokens_of_the_decoder_count():
 
 
 def right_within_its_rows(mechanism, rows=1):
-    """Have a fitted mechanism answer as softmax does to tokens that so many rows have, and wrongly behind."""
+    """Have a fitted mechanism answer as softmax does to the tokens of `rows` rows, and wrongly behind."""
     first, forward = mechanism.log_decay_rate.detach().clone(), mechanism.forward
     softmax = next(iter(get_mechanisms(make("llama", "softmax")).values()))
 

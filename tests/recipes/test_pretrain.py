@@ -119,7 +119,7 @@ def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measures, "measure_recall", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):
         run(monkeypatch, output_dir=str(tmp_path / "unmeasured"), **options)
     unmeasured = load_file(tmp_path / "unmeasured" / "model.safetensors")
     assert all(weight.equal(unmeasured[name]) for name, weight in weights.items()) and len(trained_on) == 26
