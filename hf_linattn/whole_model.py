@@ -120,9 +120,20 @@ def is_of_tokens(batch: Mapping[str, Any]) -> bool:
 
 
 def one_by_one(batches: Sequence[Mapping[str, Any]], split: Split) -> list[Reading]:
-    """Return batches as they are, with the rows held out."""
-    chosen = zip(batches, split.sizes, split.held_out, strict=True)
-    return [Reading(without_labels(batch), size, rows) for batch, size, rows in chosen if rows]
+    """Return the rows held out as they are; inside their batch where not all that it has is rows."""
+    readings = []
+    for batch, size, rows in zip(map(without_labels, batches), split.sizes, split.held_out, strict=True):
+        if rows and all(isinstance(x, Tensor) and len(x) == size for x in batch.values()) and is_of_rows(batch):
+            readings.append(Reading({name: x[rows] for name, x in batch.items()}, len(rows), range(len(rows))))
+        elif rows:
+            readings.append(Reading(batch, size, rows))
+    return readings
+
+
+def is_of_rows(batch: Mapping[str, Any]) -> bool:
+    """Whether position ids, if a batch has any, are [B, N]: those of pictures may be [3, B, N]."""
+    ids = batch.get("position_ids")
+    return ids is None or ids.dim() == 2
 
 
 def hidden_states(model: nn.Module, reading: Reading) -> Any:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hf_linattn import calibrate, get_mechanisms, original_attention, patch_model
+from hf_linattn.held_out import Split
 from hf_linattn.support.tiny import tiny_model as small_model
 from hf_linattn.testing.models import random_tokens, tiny_model
-from hf_linattn.whole_model import mean_ratio
+from hf_linattn.whole_model import mean_ratio, one_by_one
 from tests.helpers import make_tokens
 from tests.models import make_model
 
@@ -177,3 +178,14 @@ def test_of_fits_none_is_kept_that_costs_a_tenth_at_either_length():
     assert mean_ratio([0.0, 0.23], [0.4, 0.2]) == mean_ratio([0.1, math.nan], [0.4, 0.2]) == math.inf
     assert mean_ratio([1e-9, 0.1], [1e-12, 0.2]) == pytest.approx(math.sqrt(0.5)), "errors of rounding are alike"
     assert mean_ratio([0.1, 0.1], [math.nan, 0.1]) == 0
+
+
+def test_rows_held_out_are_read_alone_where_a_batch_is_nothing_but_rows():
+    split, ids = Split(), random_tokens(3, LENGTH, seed=3)
+    split.sizes, split.held_out = [3], [[1]]
+    (reading,) = one_by_one([{"input_ids": ids, "labels": ids}], split)
+    assert {name: x.tolist() for name, x in reading.inputs.items()} == {"input_ids": ids[[1]].tolist()}
+    assert (reading.size, list(reading.rows)) == (1, [0])
+    for positions in (torch.zeros(3, 3, LENGTH), torch.zeros(1, LENGTH)):  # of pictures; of all rows
+        (reading,) = one_by_one([{"input_ids": ids, "position_ids": positions.long()}], split)
+        assert reading.inputs["input_ids"] is ids and (reading.size, reading.rows) == (3, [1])
