@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +50,19 @@ def take_together(
     what has at most a tenth more than no fits at each.
     """
     fits = {path: judges[path] for path, result in found.items() if result.taken}
-    lengths = [one_by_one(batches, split), end_to_end(model, mechanisms, batches, split)]
     if not fits:
         return found, ()
+    lengths = [*filter(None, (one_by_one(batches, split), end_to_end(model, mechanisms, batches, split)))]
     with intercept_attention(mechanisms):
-        wanted = [[hidden_states(model, reading) for reading in readings] for readings in lengths if readings]
+        wanted = [[hidden_states(model, reading) for reading in readings] for readings in lengths]
     if any(states is None for several in wanted for states in several):
         return found, ()
-    read = list(zip([readings for readings in lengths if readings], wanted, strict=True))
     order, fitted = list(fits.values()), [[x.clone() for x in judge.tensors] for judge in fits.values()]
     errors, undone = dict[int, list[float]](), 0  # at each length, by how many of the first fits are undone
     for count in sorted({round(len(fits) * share) for share in UNDONE}):
         for judge in order[undone:count]:
             judge.go_back()
-        errors[count], undone = [error_of(model, *several) for several in read], count
+        errors[count], undone = [*map(error_of, repeat(model), lengths, wanted)], count
     before = errors[len(fits)]
     best = min(errors, key=lambda count: (mean_ratio(errors[count], before), -count))
     for judge, values in zip(order[best:], fitted[best:], strict=True):
@@ -72,10 +72,9 @@ def take_together(
             "calibrate: the fits of the first %d of %d layers are taken back, as without them the model is closer to"
             " softmax on rows held out", best, len(fits),
         )  # fmt: skip
-    dropped = dict.fromkeys(list(fits)[:best], False)
-    whole = [HeldOut(*pair, best < len(fits)) for pair in zip(before, errors[best], strict=True)]
-    known = {path: result._replace(taken=dropped.get(path, result.taken)) for path, result in found.items()}
-    return known, tuple(whole)
+    dropped = {path: found[path]._replace(taken=False) for path in list(fits)[:best]}
+    whole = (HeldOut(*pair, best < len(fits)) for pair in zip(before, errors[best], strict=True))
+    return {**found, **dropped}, tuple(whole)
 
 
 def mean_ratio(errors: Sequence[float], before: Sequence[float]) -> float:

@@ -44,8 +44,13 @@ def collect_provenance(device: torch.device, dtype: torch.dtype, module: str = "
 
 
 def without_folders(argument: str) -> str:
-    """Return an argument of a command; an absolute path without the folders of the machine it is on."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    """Return an argument of a command; a path that leaves the project without the folders of the machine it is on.
+
+    >>> without_folders("/data/books"), without_folders("../../data/books"), without_folders("models/own")
+    ('books', 'books', 'models/own')
+    """
+    path = Path(argument)
+    return path.name if path.is_absolute() or ".." in path.parts else argument
 
 
 def cuda_versions() -> dict[str, Any]:

@@ -139,8 +139,8 @@ def test_batches_hold_texts_of_like_lengths_in_random_order() -> None:
 
 
 def test_commands_of_results_name_no_folder_of_their_machine() -> None:
-    given = ["/a/b/model", "--output", "runs/x.json", "0.5"]
-    assert [without_folders(x) for x in given] == ["model", "--output", "runs/x.json", "0.5"]
+    given = ["/a/b/model", "../../c/books", "--output", "runs/x.json", "0.5"]
+    assert [without_folders(x) for x in given] == ["model", "books", "--output", "runs/x.json", "0.5"]
 
 
 def test_a_model_that_a_study_keeps_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
