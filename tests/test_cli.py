@@ -128,6 +128,11 @@ def test_env_says_which_backends_a_model_takes(converted):
     assert "one token, linear: not triton (heads on 'cpu'), layer 1" in answer("env", "--model", converted)
 
 
+def test_env_asks_about_as_many_tokens_as_the_table_of_positions_serves(tmp_path):
+    hf_linattn.patch_model(make_model("roberta"), "linear").save_pretrained(tmp_path)  # its config says two more
+    assert json.loads(answer("env", "--model", tmp_path, "--json"))["backends"]["layers"]
+
+
 @pytest.mark.exhaustive  # it takes seconds to start
 def test_a_process_prints_and_writes_the_same(converted, tmp_path):
     shutil.copytree(converted.parent / "original", tmp_path / "original")

@@ -130,10 +130,9 @@ def read_keep(text: str) -> float | int:
 
 def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the first tokens of the longest texts as rows [1, N]; short ones do not show what a window loses."""
-    from ..evaluation import position_limit
+    from ..positions.tables import known_positions
 
-    said = getattr(model.config.get_text_config(), "max_position_embeddings", TEXT_LENGTH)
-    size = min(TEXT_LENGTH, said, position_limit(model) or said)  # RoBERTa's config says two too many
+    size = min(TEXT_LENGTH, known_positions(model) or TEXT_LENGTH)
     batches = []
     for text in sorted(read_texts(texts, "text"), key=len, reverse=True)[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}

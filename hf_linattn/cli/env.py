@@ -89,10 +89,11 @@ def explain(name: str) -> BackendReport:
 
     from ..architecture import require_token_ids
     from ..explain import explain_backend
+    from ..positions.tables import known_positions
 
     model = to_default_device(load(name))
     require_token_ids(model, "call hf_linattn.explain_backend(model, inputs) with what it takes", alone=False)
-    length = min(LENGTH, getattr(model.config, "max_position_embeddings", LENGTH))
+    length = min(LENGTH, known_positions(model) or LENGTH)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]

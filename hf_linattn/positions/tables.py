@@ -13,13 +13,14 @@ from ..errors import UnsupportedModeError
 from ..ops.common.tracing import is_known
 
 POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
+PATCHES = {"patch_embedding", "patch_embeddings", "patch_embed"}  # what makes patches of pictures
 
 
 def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str, tuple[int, int]]:
     """Return path -> the first position that a table serves and the one after the last, of the model's own tables.
 
-    Those inside a transformers model that is a part of it, as a vision tower is, serve that part's inputs: they are
-    left out unless `of_parts`.
+    Those inside a transformers model that is a part of it, as an encoder is, serve that part's inputs: they are left
+    out unless `of_parts`. Those for the patches of a picture are always left out, as no length of a text meets them.
     """
     parts = [path for path, part in model.named_modules() if path and isinstance(part, PreTrainedModel)]
     parts = [] if of_parts else parts
@@ -30,12 +31,26 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
         if path.rsplit(".", 1)[-1] in POSITION_TABLES
         and isinstance(table, nn.Embedding)
         and not path.startswith(others)
+        and not _is_of_patches(model, path)
     }
+
+
+def _is_of_patches(model: nn.Module, path: str) -> bool:
+    """Whether the module nearest to a table that embeds patches or tokens embeds patches."""
+    names = path.split(".")
+    while names:
+        names.pop()
+        beside = dict(model.get_submodule(".".join(names)).named_children())
+        if PATCHES & beside.keys():
+            return True
+        if any(isinstance(x, nn.Embedding) and name not in POSITION_TABLES for name, x in beside.items()):
+            return False
+    return False
 
 
 def known_positions(model: PreTrainedModel) -> int | None:
     """Return how many positions a model has, by its tables and its config; None if neither says it."""
-    tables = [end - first for first, end in position_tables(model).values()]
+    tables = [end - first for first, end in position_tables(model, of_parts=True).values()]
     said = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min([*tables, *([said] if isinstance(said, int) else [])], default=None)
 
