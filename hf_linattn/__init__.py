@@ -11,7 +11,7 @@ PyTorch nor transformers by itself: what a name needs is imported when the name 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .auto_config import register_with_auto_config
+from .auto_config import register_with_transformers
 
 if TYPE_CHECKING:
     from .backends import set_backend
@@ -120,4 +120,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_with_auto_config()
+register_with_transformers()

@@ -112,6 +112,7 @@ def _attached(
     with ExitStack() as undo:
         undo.callback(patch.detach, root)
         patch.attach(mechanisms, root)
+        patch.names += pinning.take_adapter_names(model)
         undo.pop_all()
     return patch, mechanisms
 
@@ -137,9 +138,12 @@ def unpatch_model(model: ModelT) -> ModelT:
     """
     root = architecture.root_model(model)
     extended = not is_patched(root) and undo_last_extension(root)
+    names = {pinning.NAME_IN_MEMORY, root.name_or_path}
     for part, patch in () if extended else _patches_of(root).values():
         patch.detach(part)
         delattr(part, PATCH)
+    if not extended:
+        pinning.rename_adapters(model, names, root.name_or_path)
     _forget_compiled(model)
     return model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,7 @@ IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 SHARED = "_hf_linattn_shared_configs"  # the attribute of a transformers model that holds the configs it had before
 EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
 PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through
+ADAPTER_BASE = "base_model_name_or_path"  # the field of an adapter's config in PEFT
 NAME_IN_MEMORY = (
     "patched by hf_linattn in memory: save it with save_pretrained, load that folder, and start again from there"
 )
@@ -219,6 +220,29 @@ def take_names(root: PreTrainedModel) -> list[tuple[Any, str, str]]:
     for config in configs:
         config._name_or_path = ""
     return names
+
+
+def adapter_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of PEFT's adapters around a model and in it, each once."""
+    found = (getattr(module, "peft_config", None) for module in model.modules())
+    every = [config for adapters in found if isinstance(adapters, dict) for config in adapters.values()]
+    return list({id(config): config for config in every}.values())
+
+
+def take_adapter_names(model: nn.Module) -> list[tuple[Any, str, str]]:
+    """Take the name of the base from adapters that a model has already; return what `give_names` needs."""
+    configs = adapter_configs(model)
+    names = [(config, ADAPTER_BASE, getattr(config, ADAPTER_BASE)) for config in configs]
+    for config in configs:
+        setattr(config, ADAPTER_BASE, NAME_IN_MEMORY)
+    return names
+
+
+def rename_adapters(model: nn.Module, names: Collection[str], name: str) -> None:
+    """Name what adapters of a base of these names are for: those that a model got while it was patched."""
+    for config in adapter_configs(model):
+        if getattr(config, ADAPTER_BASE) in names:
+            setattr(config, ADAPTER_BASE, name or None)
 
 
 def give_names(names: list[tuple[Any, str, str]], name: str | None = None) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -39,7 +37,7 @@ from hf_linattn import (
     patch_model,
     unpatch_model,
 )
-from hf_linattn.pinning import NAME_IN_MEMORY, base_class
+from hf_linattn.pinning import base_class
 from tests.helpers import Snapshot, logits_of, make_patched, make_tokens
 from tests.models import GROUPED, SIZES, SPINE, TOKENS, fill, make_model
 
@@ -312,9 +310,6 @@ def test_parts_are_undone_and_run_as_softmax_by_the_whole():
 # -- a model is loaded again by its name ------------------------------------------------------------------------------
 
 
-WITH_MECHANISMS: dict[str, Any] = {"modules_to_save": ["hf_linattn"], "task_type": "CAUSAL_LM"}
-
-
 @each_family
 def test_a_class_does_not_load_a_converted_model_by_itself(tmp_path, name):
     model = patch_model(FAMILIES[name](), "linear")
@@ -322,48 +317,6 @@ def test_a_class_does_not_load_a_converted_model_by_itself(tmp_path, name):
     for asked in (type(model), type(unpatch_model(model).config)):
         with pytest.raises(CheckpointError, match="load it through an Auto class, such as"):
             asked.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_an_adapter_does_not_name_the_softmax_model_as_its_base(tmp_path, name):
-    make_model(name).save_pretrained(tmp_path / "base")
-    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "hedgehog")
-    assert not model.config._name_or_path, "TRL loads its reference model by this name"
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", **WITH_MECHANISMS))
-    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with pytest.raises(OSError, match=NAME_IN_MEMORY):
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-
-
-def test_an_adapter_names_the_converted_model_that_was_loaded(tmp_path):
-    make_patched("llama", "hedgehog").save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **WITH_MECHANISMS)
-    adapted = get_peft_model(model, lora).eval()
-    adapted.save_pretrained(tmp_path / "adapter")
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    assert is_patched(loaded)
-    torch.testing.assert_close(logits_of(loaded, IDS), logits_of(adapted, IDS))
-    assert str(tmp_path / "base") not in (unpatch_model(model).name_or_path, model.config._name_or_path)
-
-
-@pytest.mark.parametrize("auto_class", [AutoPeftModel, AutoPeftModelForCausalLM])
-def test_an_adapter_without_a_task_says_how_to_load_it(tmp_path, auto_class):
-    make_patched("llama", "hedgehog").save_pretrained(tmp_path / "base")
-    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["hf_linattn"])
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora).eval()
-    adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"task_type by PeftModel\.from_pretrained\(the loaded model, adapter\)"):
-        auto_class.from_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(logits_of(loaded.eval(), IDS), logits_of(adapted, IDS))
-
-
-def test_names_come_back(tmp_path):
-    make_model("llama").save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    unpatch_model(patch_model(model, "linear"))
-    assert model.name_or_path == model.model.name_or_path == model.config._name_or_path == str(tmp_path)
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

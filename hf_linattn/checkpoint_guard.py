@@ -1,0 +1,48 @@
+"""What `from_pretrained` of a model class asks first: no other config makes a model of a converted checkpoint.
+
+A config that is given stands in place of the checkpoint's `config.json`, the only file that says what is converted:
+softmax would run on weights that were trained for something else. transformers has no seam for this.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from .checkpoint_config import MODEL_TYPE
+from .errors import CheckpointError
+
+
+def guard(models: Any) -> None:
+    """Put `require_own_config` before `from_pretrained` of `PreTrainedModel`."""
+    read = models.from_pretrained.__func__
+
+    @functools.wraps(read)
+    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        require_own_config(name, config, kwargs)
+        return read(cls, name, *args, config=config, **kwargs)
+
+    models.from_pretrained = classmethod(from_pretrained)
+
+
+def require_own_config(name: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `CheckpointError` for an unmarked config beside the name of a converted checkpoint.
+
+    Only a config that was not read from there itself has the file read once more.
+    """
+    marked = MODEL_TYPE in getattr(config, "__dict__", ())
+    if config is None or name is None or marked or str(getattr(config, "_name_or_path", "")) == str(name):
+        return
+    try:
+        said, _ = PreTrainedConfig.get_config_dict(name, **kwargs)
+    except OSError:  # weights without a config, for which the given one stands
+        return
+    if said.get("model_type") == MODEL_TYPE:
+        given = repr(config) if isinstance(config, str) else type(config).__name__
+        raise CheckpointError(
+            f"config={given} was given for {str(name)!r}, which is converted: softmax would run on its weights; leave"
+            " config out and give fields by name, such as use_cache=False, or change those of"
+            f" AutoConfig.from_pretrained({str(name)!r})"
+        )
