@@ -128,8 +128,8 @@ def test_explicit_positions_are_held_to_the_table(name):
 def test_a_table_of_another_tower_does_not_bound_the_tokens():
     """The pictures' positions of Phi 4, 16 here, lie inside the model whose layers read the text."""
     model = tiny_model("phi4_multimodal").eval()
-    (first, end) = position_tables(model, of_parts=True).popitem()[1]
-    ids = torch.randint(5, 90, (2, end - first + 7))
+    assert not position_tables(model, of_parts=True)
+    ids = torch.randint(5, 90, (2, 23))
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits
         got = patch_model(model, "softmax")(input_ids=ids, use_cache=False).logits
@@ -190,6 +190,35 @@ def assert_packed_equals_separate(model, call=None):
 @pytest.mark.parametrize("mechanism", ["linear", "performer", "softmax"])
 def test_packed_rows_equal_separate_ones(name, mechanism):
     assert_packed_equals_separate(make_patched(name, mechanism))
+
+
+PLACES = {  # positions of a row -> the documents that they tell apart
+    "clamped to a table": ([0, 1, 2, 3, 3, 3, 3], None),
+    "grouped": ([0, 0, 0, 1, 1, 1, 2], None),
+    "documents of one token": ([0, 0, 1, 2, 0, 0, 1], [0, 1, 1, 1, 2, 3, 3]),
+    "clamped documents": ([0, 1, 2, 2, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1]),
+    "beginning at 2, as RoBERTa's": ([2, 2, 3, 4, 2, 3, 4], [0, 1, 1, 1, 2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_positions_that_stay_begin_a_document_at_its_first_position_alone(places):
+    positions, documents = PLACES[places]
+    for pads in (0, 2):
+        given = torch.tensor([[1] * pads + positions])
+        mask = torch.arange(len(given[0]))[None] >= pads
+        found = sequence_ids(given, None, mask if pads else None, len(given[0]), len(given[0]))
+        assert (documents is None and found is None) or found[0, pads:].tolist() == documents
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_row_whose_positions_stay_is_read_as_by_the_original(name):
+    model, ids = make_model(name), make_tokens(1, 20)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["position_ids"] = torch.arange(20).clamp(max=11)[None] if name == "bert" else torch.arange(20)[None] // 4
+    before = model(**inputs).logits
+    assert_close(patch_model(model, "local", window_size=32)(**inputs).logits, before)
 
 
 @torch.no_grad()

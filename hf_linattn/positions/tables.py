@@ -92,6 +92,8 @@ def check_length(
             length = int(positions.max()) + 1 - first
         else:
             length = inputs.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+            if first and length > end - first and _are_tokens(inputs):  # such a model counts no pads
+                length -= inputs.shape[1] - int((inputs != first - 1).sum(1).max())
         if length > end - first:
             raise UnsupportedModeError(
                 f"the input reaches position {length}, but {type(model).__name__}.{path} holds {end - first}; shorten"

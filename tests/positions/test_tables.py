@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Glm4vConfig, Glm4vModel
 
-from hf_linattn import patch_model
+from hf_linattn import UnsupportedModeError, patch_model
 from hf_linattn.evaluation import position_limit
 from hf_linattn.positions.tables import known_positions, position_tables
 from hf_linattn.support.tiny import POSITIONS, tiny_model
@@ -36,6 +36,15 @@ def test_patches_may_be_made_one_module_further_up():
         model = Glm4vModel(config)
     assert isinstance(model.visual.embeddings.position_embedding, torch.nn.Embedding)
     assert not position_tables(model, of_parts=True)
+
+
+def test_pads_take_no_positions_of_a_model_that_counts_none():
+    model = tiny_model("roberta").eval()
+    pad = model.config.pad_token_id
+    ids = torch.cat([torch.full((2, POSITIONS - 1), 5), torch.full((2, 9), pad)], 1)
+    assert torch.isfinite(patch_model(model, "linear")(input_ids=ids, attention_mask=(ids != pad).long()).logits).all()
+    with pytest.raises(UnsupportedModeError, match=f"reaches position {POSITIONS}, but"):
+        model(input_ids=ids.fill_(5)[:, :POSITIONS])
 
 
 def test_a_text_beside_a_picture_may_be_longer_than_the_picture_has_patches():
