@@ -17,10 +17,14 @@ from transformers import Cache, DynamicCache
 
 from ..config import require_finite
 from ..inference import accepted
+from ..patching import is_patched
 from .generation import GREEDY
+from .memory import state_bytes_by_length
 
 Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
 # HFLM asks for a cache itself, and says how long a text may be by `max_length`
+PROBE = 16  # tokens after which a state is measured
+WORTH = 16  # times the bytes of a prompt's keys and values that are copied sooner than the prompt is read again
 PLAIN = {name: value for name, value in GREEDY.items() if name != "use_cache"} | {"max_new_tokens": None}
 
 
@@ -28,10 +32,18 @@ class SharedPrompts(HFLM):
     """As HFLM, which reads the prompt again with every choice; with examples in it a prompt is long.
 
     Prompts are read into a cache up to their last token, padded on the left, and the choices from there, padded on the
-    right. Only the logits of choices are made. Results are those of HFLM but for rounding.
+    right. Only the logits of choices are made. Results are those of HFLM but for rounding. Of short prompts nothing is
+    shared where the state is far larger than their keys, as the buckets of `lsh` are: copies of it would cost more.
 
     Beams, penalties and lengths of the model's `generation_config` do not count.
     """
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.shared_from = 0.0  # tokens of a prompt
+        if is_patched(self.model):
+            (row,) = state_bytes_by_length(self.model, [PROBE])
+            self.shared_from = PROBE * row.patched / row.original / WORTH
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         return super()._model_generate(context, max_length, stop, **options | PLAIN)
@@ -65,8 +77,10 @@ class SharedPrompts(HFLM):
     ) -> list[list[tuple[float, bool]]]:
         """Return the scores of the choices of each prompt."""
         ids, here = self._pad(prompts, left=True)
-        cache: Cache = DynamicCache(config=self.model.config)
-        if ids.shape[1] > 1:
+        cache: Cache | None = None
+        if ids.shape[1] >= self.shared_from:
+            cache = DynamicCache(config=self.model.config)
+        if cache is not None and ids.shape[1] > 1:
             self._read(ids[:, :-1], here[:, :-1], cache, kept=1)
         scores: list[list[tuple[float, bool]]] = [[] for _ in prompts]
         most = max(map(len, choices))
@@ -81,23 +95,25 @@ class SharedPrompts(HFLM):
         return scores
 
     def _score_choices(
-        self, ids: Tensor, here: Tensor, choices: Sequence[list[int]], cache: Cache
+        self, ids: Tensor, here: Tensor, choices: Sequence[list[int]], cache: Cache | None
     ) -> list[tuple[float, bool]]:
-        """Return the scores of one choice of each prompt, whose cache is used up."""
+        """Return the scores of one choice of each prompt, whose cache is used up; without one all is read."""
         targets, real = self._pad(choices, left=False)
-        read = torch.cat([ids[:, -1:], targets[:, :-1]], 1)
+        read = torch.cat([ids if cache is None else ids[:, -1:], targets[:, :-1]], 1)
         mask = torch.cat([here, real[:, :-1]], 1)
-        logits = self._read(read, mask, cache).float().log_softmax(-1)
+        count = targets.shape[1]
+        logits = self._read(read, mask, cache, kept=count)[:, -count:].float().log_softmax(-1)
         likelihoods = logits.gather(-1, targets[..., None])[..., 0].masked_fill(~real, 0.0).cpu().double()
         likeliest = (logits.argmax(-1) == targets) | ~real
         return list(zip(likelihoods.sum(1).tolist(), likeliest.all(1).tolist(), strict=True))
 
-    def _read(self, ids: Tensor, here: Tensor, cache: Cache, kept: int = 0) -> Tensor:
-        """Read tokens [B, n] behind what the cache has; return their logits [B, n, V], or the last `kept` ones."""
+    def _read(self, ids: Tensor, here: Tensor, cache: Cache | None, kept: int) -> Tensor:
+        """Read tokens [B, n] behind what a cache has; return the last `kept` logits, or where a model cuts none, all.
+        """
         positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
-        mask = here.long()
-        return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
+        kept_state = {"past_key_values": cache, "use_cache": cache is not None}
+        return self.model(input_ids=ids, attention_mask=here.long(), **kept_state, **options).logits
 
     def _pad(self, rows: Sequence[Sequence[int]], left: bool) -> tuple[Tensor, Tensor]:
         """Return rows of tokens [B, N], and which are no padding."""

@@ -149,9 +149,9 @@ def test_the_batch_changes_nothing(mechanism, task_dir, tokenizer):
     assert all(module.training for module in patched.modules())
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog", "hybrid"])
+@pytest.mark.parametrize("mechanism", ["softmax", "local", "hedgehog", "hybrid", "lsh"])
 def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, tokenizer):
-    """With two or three choices, LAMBADA's single ones, and a prompt of one token."""
+    """With two or three choices, LAMBADA's single ones, and a prompt of one token; lsh reads it with each choice."""
     options = {"window_size": 4} if mechanism in ("local", "hybrid") else {}
     patched = patch_model(make_model("llama", std=0.4, max_position_embeddings=256), mechanism, **options)
     likeliest = tokenizer.decode(logits_of(patched, torch.tensor([[7, 9]]))[0, -1].argmax())
@@ -161,8 +161,10 @@ def test_a_prompt_read_once_gives_what_the_harness_gives(mechanism, task_dir, to
         requests += harness._build(load_task(name, TASK_FILES, task_dir), None, 0, 0)
     given: Any = {"pretrained": patched, "tokenizer": tokenizer, "backend": "causal", "batch_size": 32}
     own = HFLM(**given).loglikelihood(requests)
+    harness_model = SharedPrompts(**given)
+    assert (harness_model.shared_from > 100) == (mechanism == "lsh")
     with WithoutFloat64():
-        shared = SharedPrompts(**given).loglikelihood(requests)
+        shared = harness_model.loglikelihood(requests)
     assert [greedy for _, greedy in shared] == [greedy for _, greedy in own] and shared[2][1]
     assert [score for score, _ in shared] == pytest.approx([score for score, _ in own], abs=1e-3)
 
