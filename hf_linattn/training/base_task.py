@@ -81,7 +81,7 @@ class Task:
         return teacher.divergence(got, want)
 
     def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
-        """Return the `perplexity` of a test split, `num_tokens`, how many were predicted, and more."""
+        """Return the `perplexity` of a test split, or `loss`, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
 
     def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:

@@ -121,7 +121,7 @@ class SequenceClassification(Task):
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
         windows: DocumentWindows | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return `perplexity`, `loss`, `num_tokens`, how many texts there are, and the chosen metrics.
+        """Return `loss`, `num_tokens`, how many texts there are, the chosen metrics, and the `perplexity` of classes.
 
         windows: in which the model reads each text, its answers pooled; None: whole.
         """
@@ -129,12 +129,8 @@ class SequenceClassification(Task):
         loss = float(self.loss(logits, labels))
         predictions, references = self.predictions(logits).tolist(), self.references(labels).tolist()
         scores = label_scores(self.problem, predictions, references, encoder.options.metrics)
-        return {
-            "perplexity": float(torch.tensor(loss).double().exp()),
-            "loss": loss,
-            "num_tokens": len(labels),
-            **scores,
-        }
+        likelihood = {} if self.problem == REGRESSION else {"perplexity": float(torch.tensor(loss).double().exp())}
+        return {**likelihood, "loss": loss, "num_tokens": len(labels), **scores}
 
     def judge(
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,

@@ -137,7 +137,7 @@ class TrainingRun:
         return validation_loss(trainee, self.data, self.arguments.training.per_device_eval_batch_size)
 
     def score(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Score the test split: its `perplexity`, and what else the task reports."""
+        """Score the test split: its `perplexity`, or `loss`, and what else the task reports."""
         return self.task.measure(self, model, self.arguments.data)
 
     @cached_property
