@@ -204,14 +204,25 @@ class PackedMaskingCollator:
         mlm_probability: share of the tokens to predict.
         seed: None draws new masks every time, from torch's global generator (training). With a seed, a row's masks
             depend on the seed and on its tokens alone, not on its batch or on what came before (evaluation).
+        vocab_size: tokens that the model has, where the tokenizer may have more; None: all.
 
     Raises:
-        DataError: the tokenizer has no mask token.
+        DataError: the tokenizer has no mask token, or the model has no embedding for it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None,
+        vocab_size: int | None = None,
+    ):  # fmt: skip
         if tokenizer.mask_token is None:
             raise DataError("mask_token=None: masked language modelling needs a tokenizer that has a mask token")
+        number: Any = tokenizer.mask_token_id
+        if vocab_size is not None and number >= vocab_size:
+            raise DataError(
+                f"mask_token={tokenizer.mask_token!r} has the number {number}, beyond the {vocab_size} tokens of the"
+                " model; give the tokenizer that the model was trained with"
+            )
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.masking = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
         self.seed = seed
 
@@ -229,7 +240,8 @@ class PackedMaskingCollator:
             row_seed = zlib.crc32(input_ids.numpy().tobytes(), self.seed)
             self.masking.generator = torch.Generator().manual_seed(row_seed)
         inputs, labels = self.masking.torch_mask_tokens(input_ids[None].clone())
-        return inputs[0], labels[0]
+        # a random token that the model lacks leaves the one that stood there
+        return inputs[0].where(inputs[0] < self.vocab_size, input_ids), labels[0]
 
 
 def load_file(option: str, path: Path, split: str = "train") -> Dataset:

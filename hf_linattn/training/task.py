@@ -50,9 +50,9 @@ class LanguageModeling(Task):
                 name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
                 for name, dataset in rows.items()
             }
-        return TrainingData(**rows, **self.collate(encoder))
+        return TrainingData(**rows, **self.collate(encoder, model))
 
-    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
+    def collate(self, encoder: TextEncoder, model: PreTrainedModel) -> dict[str, Any]:
         """Return the collators, where rows are not stacked as they are."""
         return {}
 
@@ -108,11 +108,11 @@ class MaskedLanguageModeling(LanguageModeling):
         refuse("position_windows", recipe.position_windows, "a masked model predicts no next token")
         refuse("long_windows", recipe.long_windows, "a masked model predicts no next token")
 
-    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
-        tokenizer, data = encoder
+    def collate(self, encoder: TextEncoder, model: PreTrainedModel) -> dict[str, Any]:
+        (tokenizer, data), known = encoder, model.config.get_text_config().vocab_size
         return {
-            "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
-            "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
+            "collator": PackedMaskingCollator(tokenizer, data.mlm_probability, vocab_size=known),
+            "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, 0, known),
         }
 
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:

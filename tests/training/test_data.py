@@ -162,6 +162,17 @@ def test_unseeded_masks_differ_each_time(documents, masked_tokenizer):
     assert not torch.equal(collator(rows)["labels"], collator(rows)["labels"])
 
 
+def test_no_token_is_drawn_that_the_model_lacks(documents):
+    larger = make_tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+    known = len(larger)
+    rows = [row for row in tokenize_and_pack(documents, larger, BLOCK_SIZE)] * 4
+    larger.add_tokens([f"<extra{i}>" for i in range(1000)])
+    batch = PackedMaskingCollator(larger, mlm_probability=1.0, vocab_size=known)(rows)
+    assert int(batch["input_ids"].max()) < known and bool((batch["labels"] != -100).any())
+    with pytest.raises(DataError, match=f"has the number {VOCABULARY['[MASK]']}, beyond the 2 tokens of the model"):
+        PackedMaskingCollator(larger, vocab_size=2)
+
+
 def test_a_tokenizer_without_a_mask_token_cannot_mask(causal_tokenizer):
     with pytest.raises(DataError, match="mask_token=None"):
         PackedMaskingCollator(causal_tokenizer)
