@@ -11,6 +11,8 @@ from hf_linattn.memory_errors import is_out_of_memory, size_said
 from hf_linattn.training.arguments import FULL, Arguments
 from hf_linattn.training.same_run import BATCHES, step_rows
 
+REPORT = "report"  # the stage that times long texts, and trains nothing
+
 
 @contextmanager
 def naming_memory(stage: str, arguments: Arguments) -> Iterator[None]:
@@ -24,18 +26,20 @@ def naming_memory(stage: str, arguments: Arguments) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        less = what_continues(arguments, stage)
         raise OptionError(
             f"the stage {stage} runs out of memory, {size_said(error)}; go on from its last checkpoint, in this"
-            f" output_dir, with {what_continues(arguments)}; or begin in another one with {what_helps(arguments)}"
+            f" output_dir, with {less}; or begin in another one with {what_helps(arguments)}"
         ) from error
 
 
-def what_continues(arguments: Arguments) -> str:
-    """Name the options that make a step smaller and that a run may be continued with."""
-    training = arguments.training
-    smaller = smaller_batch(arguments)
+def what_continues(arguments: Arguments, stage: str) -> str:
+    """Name the options that make a stage smaller and that a run may be continued with."""
+    training, trains = arguments.training, stage != REPORT
+    smaller = smaller_batch(arguments) if trains else None
     some = {
-        "gradient_checkpointing true": not _checkpoints(arguments),
+        f"speed_lengths below {max(arguments.recipe.speed_lengths)}": not trains,
+        "gradient_checkpointing true": trains and not _checkpoints(arguments),
         "per_device_train_batch_size {} and gradient_accumulation_steps {}".format(*smaller or (0, 0)):
             smaller is not None,
         f"per_device_eval_batch_size {training.per_device_eval_batch_size // 2}":

@@ -21,8 +21,8 @@ ROWS = 1000  # of a data set that are read at a time
 # other batches that make steps of as many rows
 FREE = frozenset((
     # of the recipe; what a row says is compared option by option
-    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "chunk_feed_forward", "row",
-    "board",
+    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "speed_lengths",
+    "chunk_feed_forward", "row", "board",
     # where results go, and whether they are continued
     "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "save_on_each_node",
     # what is said meanwhile
@@ -72,14 +72,15 @@ def training_options(training: FinetuningArguments) -> dict[str, Any]:
 def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the first name, by the alphabet, whose values differ; an option that is not recorded had its default.
 
-    A newer transformers, or a newer version of this library, has options that an older one had not.
+    A newer transformers, or a newer version of this library, has options that an older one had not, and more of them
+    in `FREE`.
     """
     defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     rows = step_rows(started), step_rows(now)
     same_steps = None not in rows and rows[0] == rows[1]
     for name in sorted(started.keys() | now.keys()):
-        if same_steps and name in BATCHES:
+        if name in FREE or (same_steps and name in BATCHES):
             continue
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):

@@ -15,9 +15,11 @@ from hf_linattn.training.arguments import (
     DataArguments,
     DistillationArguments,
     FinetuningArguments,
+    ModelArguments,
+    RecipeArguments,
     parse_arguments,
 )
-from hf_linattn.training.memory_limits import smaller_batch
+from hf_linattn.training.memory_limits import naming_memory, smaller_batch
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import (
     BATCHES,
@@ -92,6 +94,17 @@ def test_a_run_goes_on_with_the_smaller_batches_that_are_named_where_memory_ran_
     found = smaller_batch(Arguments(None, DataArguments(block_size=512), None, started, distillation))
     assert found == expected
     assert (difference(training_options(started) | rows, training_options(now) | rows) is None) is bool(expected)
+
+
+def test_a_report_that_ran_out_of_memory_goes_on_with_shorter_texts_to_time(tmp_path):
+    recipe = RecipeArguments(speed_lengths=[256, 2048])
+    model = ModelArguments(model_name_or_path="m", mechanism="linear")
+    others = make_training(tmp_path), DistillationArguments()
+    arguments = Arguments(model, DataArguments(), recipe, *others)
+    with pytest.raises(OptionError, match=r"stage report runs .* with speed_lengths below 2048, or per_device_eval"):
+        with naming_memory("report", arguments):
+            raise MemoryError("Unable to allocate 16 GiB")
+    assert difference({"speed_lengths": [256, 2048], "seed": 1}, {"seed": 1}) is None, "older runs recorded it"
 
 
 def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):
