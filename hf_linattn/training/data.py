@@ -286,13 +286,14 @@ def text_of(
 ) -> Dataset:
     """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text.
 
-    place: what the rows are called in messages, such as `the train split`.
+    A format that was set is left out: rows are texts and numbers. place: what the rows are called in messages, such as
+    `the train split`.
     """
     given = {"text_column": text_column, "text_pair_column": pair_column, "label_column": label_column}
     named = {option: column for option, column in given.items() if column is not None}
     check_columns(place, dataset, named, conversations, label_kinds)
     columns = {option.removesuffix("_column"): column for option, column in named.items()}
-    dataset = dataset.select_columns(list(columns.values()))
+    dataset = dataset.with_format(None).select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
     dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
     if not len(dataset):

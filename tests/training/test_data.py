@@ -20,6 +20,7 @@ from hf_linattn.training.data import (
     is_held_out,
     load_file,
     load_text_splits,
+    text_of,
     text_splits,
     tokenize_and_pack,
 )
@@ -213,6 +214,14 @@ def test_parquet_and_another_column(tmp_path):
     Dataset.from_dict({"body": ["kept", "", None, "  "], "text": ["not"] * 4}).to_parquet(path)
     splits = load_text_splits(train_file=path, validation_file=path, test_file=path, text_column="body")
     assert list(splits["train"]["text"]) == ["kept"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "pandas", "arrow"])
+def test_a_format_that_was_set_changes_no_text_and_no_label(kind):
+    rows = Dataset.from_dict({"text": ["one", " ", "two", "three"], "label": [0, 1, 2, 1]})
+    plain, formatted = (text_of("it", data, "text", "label") for data in (rows, rows.with_format(kind)))
+    assert formatted["text"][:] == plain["text"][:] == ["one", "two", "three"]
+    assert formatted["label"][:] == plain["label"][:] == [0, 2, 1]
 
 
 def test_missing_held_out_splits_are_cut_from_training_without_overlap(tmp_path):

@@ -60,6 +60,8 @@ def test_several_labels_are_yes_or_no_each():
     assert validation_loss(model, data, 3) == pytest.approx(loss / 8, rel=1e-5)
     with pytest.raises(DataError, match=r"label 'd' is none of the model's 3 classes"):
         rows_of(model, [["a"], ["d"]] * 4)
+    with pytest.raises(DataError, match="label: 2 of 8 texts have no list of labels; leave them out, or give an"):
+        rows_of(model, [*labels[:6], None, None])
     with pytest.raises(DataError, match=r"label \[0.0, 2.0, 1.0\] is no list of 3 numbers"):
         rows_of(model, [[0.0, 2.0, 1.0]] * 8)
     for wrong in ([0, 1, 0], [False, True, True], [True, False], ["a", "b", "a"]):
@@ -248,6 +250,20 @@ def test_a_data_set_that_numbers_its_classes_otherwise_is_read_by_their_names():
     missing = texts.cast_column("label", ClassLabel(names=["a", "b", "c"])).map(lambda row: {"label": -1})
     with pytest.raises(DataError, match="label -1 is none of the model's 3 classes"):
         CLASSIFICATION.encode(missing, encoder, config)
+
+
+def test_class_numbers_that_mean_other_classes_in_each_split_are_refused():
+    unnamed, named = (make_model("bert", HEAD, num_labels=3, **names) for names in ({}, NAMES))
+    splits = {"train": ["a", "b", "c", "a"] * 2, "test": ["b", "c", "b", "c"] * 2}
+    splits = {split: Dataset.from_dict({"text": TEXTS, "label": labels}) for split, labels in splits.items()}
+    splits = {split: texts.class_encode_column("label") for split, texts in splits.items()}
+    splits["validation"], options = splits["train"], DataArguments(block_size=12)
+    encoder = TextEncoder(make_tokenizer(), options)
+    with pytest.raises(DataError, match="numbers of the train split mean a, b, c, those of the test split b, c, and"):
+        CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
+    CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, named, 96)
+    splits["test"] = splits["test"].cast_column("label", ClassLabel(names=["a", "b"]))
+    CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
 
 
 def test_options_of_classifiers_are_refused_elsewhere():
