@@ -45,6 +45,10 @@ class Task:
                     f"{name}={value}: it is of embedding models, which have a modules.json; leave it out"
                 )
 
+    def compares_rows(self, arguments: Arguments) -> bool:
+        """Return whether the loss compares the rows of a batch, so that others of them are another loss."""
+        return False
+
     @classmethod
     def load(cls, data: DataArguments) -> DatasetDict:
         """Load the three splits."""

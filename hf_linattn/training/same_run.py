@@ -43,7 +43,10 @@ FREE = frozenset((
     "restore_callback_states_from_checkpoint",
 ))  # fmt: skip
 
-# how a step is divided into batches
+# recorded beside the options where the loss compares the rows of a batch: another batch is another loss
+COMPARED = "compared_rows"
+
+# how a step is divided into batches; a run continues with others of as many rows, unless these are compared
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 FORMER = {"control": FULL, "max_test_tokens": 0}  # what older runs did where they recorded nothing
@@ -78,9 +81,9 @@ def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     rows = step_rows(started), step_rows(now)
-    same_steps = None not in rows and rows[0] == rows[1]
+    same_steps = None not in rows and rows[0] == rows[1] and not now.get(COMPARED)
     for name in sorted(started.keys() | now.keys()):
-        if name in FREE or (same_steps and name in BATCHES):
+        if name in FREE or name == COMPARED or (same_steps and name in BATCHES):
             continue
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):

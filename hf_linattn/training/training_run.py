@@ -22,7 +22,7 @@ from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import FREE, SCORED, training_options
+from hf_linattn.training.same_run import COMPARED, FREE, SCORED, training_options
 from hf_linattn.training.task import Task, load_model
 
 
@@ -67,7 +67,8 @@ class TrainingRun:
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
         named = {name: value for name, value in named.items() if name not in FREE}
         scored = SCORED if data.completion_only else {}
-        return named | training_options(training) | self.digests | scored
+        compared = {COMPARED: True} if self.task.compares_rows(self.arguments) else {}
+        return named | training_options(training) | self.digests | scored | compared
 
     @cached_property
     def saved_dtype(self) -> torch.dtype | None:

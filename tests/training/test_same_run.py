@@ -23,6 +23,7 @@ from hf_linattn.training.memory_limits import naming_memory, smaller_batch
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import (
     BATCHES,
+    COMPARED,
     FREE,
     SCORED,
     difference,
@@ -30,6 +31,7 @@ from hf_linattn.training.same_run import (
     rows_digest,
     training_options,
 )
+from hf_linattn.training.task import CAUSAL
 from hf_linattn.training.training_run import TrainingRun
 from tests.models import make_model
 from tests.training.test_finetuning import REQUIRED, make_training
@@ -75,6 +77,9 @@ def test_a_step_may_be_divided_into_other_batches_if_it_has_as_many_rows(tmp_pat
 
     assert difference(recorded(4, 1), recorded(2, 2)) is None
     assert difference(recorded(4, 1), recorded(2, 1)) == "per_device_train_batch_size"
+    for started in ({}, {COMPARED: True}):  # older runs did not record it
+        assert difference(recorded(4, 1, **started), recorded(2, 2, **{COMPARED: True})) in BATCHES
+        assert difference(recorded(4, 1, **started), recorded(4, 1, **{COMPARED: True})) is None
     longer = {"block_size": 512, "long_block_size": 2048}
     assert difference(recorded(8, 1, **longer), recorded(4, 2, **longer)) is None
     # of the longer rows one is the least, which then are twice as many in a step
@@ -103,6 +108,9 @@ def test_a_report_that_ran_out_of_memory_goes_on_with_shorter_texts_to_time(tmp_
     arguments = Arguments(model, DataArguments(), recipe, *others)
     with pytest.raises(OptionError, match=r"stage report runs .* with speed_lengths below 2048, or per_device_eval"):
         with naming_memory("report", arguments):
+            raise MemoryError("Unable to allocate 16 GiB")
+    with pytest.raises(OptionError, match="with gradient_checkpointing true, or per_device_eval_batch_size"):
+        with naming_memory("recovered_training", arguments, divisible=False):
             raise MemoryError("Unable to allocate 16 GiB")
     assert difference({"speed_lengths": [256, 2048], "seed": 1}, {"seed": 1}) is None, "older runs recorded it"
 
@@ -148,7 +156,7 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
 def test_a_run_that_scored_whole_conversations_does_not_go_on_with_scores_of_answers(tmp_path):
     def options(*flags: str) -> dict:
         arguments = parse_arguments([*REQUIRED, "--use_cpu", "true", *flags])
-        return TrainingRun(arguments, "", None, None, None, {}, None, None, 0, []).options
+        return TrainingRun(arguments, "", None, None, CAUSAL, {}, None, None, 0, []).options
 
     assert options().keys().isdisjoint(SCORED)
     now = options("--completion_only", "true")
