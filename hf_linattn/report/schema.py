@@ -46,7 +46,7 @@ class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
-    many of each document were read, num_documents: how many conversations; None: all. answers: whether their answers
+    many of each document were read, num_documents: how many of these; None: all. answers: whether their answers
     alone were scored. held_out: whether the test split was cut from the training split.
     """
 

@@ -176,9 +176,10 @@ def how_measured(report: Report) -> str:
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
         return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
+    read = "conversations" if how.answers else "documents"
     cut = "" if how.document_tokens is None else f", of each document the first {how.document_tokens:,}"
-    whole = "" if how.num_documents is None else f"{how.num_documents:,} conversations of "
-    of = f"the answers in {whole}the test split" if how.answers else "the test split"
+    whole = "" if how.num_documents is None else f"{how.num_documents:,} {read} of "
+    of = f"the answers in {whole}the test split" if how.answers else f"{whole}the test split"
     return f"{how.num_tokens:,} scored tokens of {of}{cut}, windows of {how.max_length:,}, {stride}."
 
 

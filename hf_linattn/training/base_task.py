@@ -92,6 +92,10 @@ class Task:
         """Return how many tokens a model reads to get its score; 0: that is not counted."""
         return 0
 
+    def tests_some(self, encoder: TextEncoder, test: Dataset) -> bool:
+        """Return whether some documents of the test split are left out, and the others are from all over it."""
+        return False
+
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         """Return what the model makes of up to `count` test texts, the same for every model; may be none."""
         return []

@@ -59,8 +59,14 @@ DIGESTS = {
     "test_digest": ("the test texts", ("test_file", "dataset_name")),
     "long_digest": ("the longer training rows", ("train_file", "dataset_name", "tokenizer_name")),
 }
-# recorded beside the options, too, where answers alone are scored: older runs scored whole conversations
+# recorded beside the options, too: what is scored where older runs scored something else, and what that was
 SCORED = {"scored": "answers"}
+TESTED = {"tested": "evenly"}
+FORMERLY = {
+    "scored": "that scored whole conversations, where this version scores their answers alone",
+    "tested": "that scored the beginning of the test split, or of each of its documents, where this version reads"
+    " documents from all over it",
+}
 
 
 def training_options(training: FinetuningArguments) -> dict[str, Any]:
@@ -102,8 +108,8 @@ def step_rows(options: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def told_difference(name: str, started: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what is different, in terms of options: "a run with `name`=..., got ..."."""
-    if name in SCORED:
-        return "that scored whole conversations, where this version scores their answers alone"
+    if name in FORMERLY:
+        return FORMERLY[name]
     if name not in DIGESTS:
         return f"with {name}={started.get(name)!r}, got {now.get(name)!r}"
     what, options = DIGESTS[name]

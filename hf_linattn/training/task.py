@@ -14,7 +14,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
-from hf_linattn.evaluation.perplexity import documents_within
+from hf_linattn.evaluation.perplexity import Window, documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import reading
@@ -65,9 +65,23 @@ class LanguageModeling(Task):
         )  # fmt: skip
         return dict(found)
 
-    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+    def read_documents(self, encoder: TextEncoder, test: Dataset) -> tuple[list[Window], dict[str, int]]:
+        """Return what is read of the test documents, and what is said of it; see `documents_within`."""
         tokenizer, data = encoder
-        documents, _ = documents_within(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
+        most = data.max_test_tokens or None
+        return documents_within(tokenizer, test["text"], most, data.block_size, answers_of(test))
+
+    def tests_some(self, encoder: TextEncoder, test: Dataset) -> bool:
+        data, tested = encoder.options, encoder.options.tested(test)
+        if super().tests_some(encoder, test):
+            return True
+        if not data.max_test_tokens or len(tested) * data.block_size <= data.max_test_tokens:
+            return False  # and nothing is tokenised for it
+        return answers_of(test) is None and "num_documents" in self.read_documents(encoder, tested)[1]
+
+    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+        data = encoder.options
+        documents, _ = self.read_documents(encoder, test)
         lengths = [len(document.input_ids) for document in documents]
         step = self.stride(data) or data.block_size
         overlap = data.block_size - step

@@ -75,8 +75,8 @@ class DataArguments:
     max_test_tokens: int = field(
         default=131_072,
         metadata={
-            "help": "Score language models on at most that many, the first of each test document, of conversations"
-            " whole ones; 0: all."
+            "help": "Score language models on at most that many: the first of each test document, of fewer documents"
+            " where block_size tokens of each would be more, of conversations whole ones; 0: all."
         },
     )
     stride: int | None = field(
