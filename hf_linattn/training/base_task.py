@@ -94,7 +94,7 @@ class Task:
 
     def tests_some(self, encoder: TextEncoder, test: Dataset) -> bool:
         """Return whether some documents of the test split are left out, and the others are from all over it."""
-        return False
+        return len(encoder.options.tested(test)) < len(test)
 
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         """Return what the model makes of up to `count` test texts, the same for every model; may be none."""

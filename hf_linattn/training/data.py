@@ -9,6 +9,7 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 from __future__ import annotations
 
 import glob
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,7 @@ def tokenize_and_pack(
     max_tokens: int | None = None,
     add_bos_eos: bool = True,
     text_column: str = "text",
+    mixed: bool = False,
 ) -> Dataset:
     """Return rows of exactly `block_size` tokens: `input_ids`, `position_ids` and `labels`, all int64 tensors.
 
@@ -165,6 +167,7 @@ def tokenize_and_pack(
         max_tokens: stop after this many tokens (rounded down to whole rows); None takes all.
         add_bos_eos: put the tokenizer's beginning-of-text token (`bos_token`, else `cls_token`) before each
             document and its end (`eos_token`, else `sep_token`) after it, where it has them.
+        mixed: where `max_tokens` leaves text out, take documents from all over it, in a fixed order: it may be sorted.
 
     Raises:
         DataError: `block_size` or `max_tokens` leaves no row, or the text fills none.
@@ -174,7 +177,10 @@ def tokenize_and_pack(
     if max_tokens is not None and max_tokens < block_size:
         raise DataError(f"max_tokens={max_tokens} is less than one row of block_size={block_size}; raise max_tokens")
     answered = ANSWERS in dataset.column_names
-    documents, learnt = _tokenize(dataset, tokenizer, text_column, add_bos_eos and not answered, max_tokens)
+    options = tokenizer, text_column, add_bos_eos and not answered, max_tokens
+    documents, learnt = _tokenize(dataset, *options)
+    if mixed and (len(documents) < len(dataset) or sum(map(len, documents)) > (max_tokens or math.inf)):
+        documents, learnt = _tokenize(dataset.shuffle(seed=0), *options)
     lengths = np.array([len(document) for document in documents])
     available = int(lengths.sum())
     total = min(available, max_tokens or available) // block_size * block_size

@@ -43,7 +43,8 @@ class LanguageModeling(Task):
         require("max_validation_tokens", data.max_validation_tokens, least, f"at least block_size={data.block_size}")
         first = first_position(model)
         rows = {
-            name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()
+            name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit, mixed=True)
+            for name, limit in limits.items()
         }
         if first:
             rows = {

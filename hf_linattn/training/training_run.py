@@ -121,11 +121,11 @@ class TrainingRun:
         return patch_model(self.load(), "softmax", chunk_feed_forward=self.arguments.model.chunk_feed_forward)
 
     def batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the first `count` training rows in batches, on the device of the run, masked as in validation."""
+        """Yield `count` training rows, from all over them, in batches on the device, masked as in validation."""
         training, rows = self.arguments.training, self.data.train
-        size = training.per_device_eval_batch_size
+        size, chosen = training.per_device_eval_batch_size, [i * len(rows) // count for i in range(count)]
         for first in range(0, count, size):
-            batch = self.data.evaluation_collator([rows[i] for i in range(first, min(first + size, count))])
+            batch = self.data.evaluation_collator([rows[i] for i in chosen[first : first + size]])
             yield {name: value.to(training.device) for name, value in batch.items()}
 
     def original(self) -> PreTrainedModel:

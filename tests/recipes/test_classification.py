@@ -67,7 +67,8 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     tokenizer, right = AutoTokenizer.from_pretrained(out), 0
     recovered = AutoModelForSequenceClassification.from_pretrained(out)
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(recovered).values()} == {"hedgehog"}
-    for line in files["test_file"].read_text().splitlines()[:40]:
+    lines = files["test_file"].read_text().splitlines()
+    for line in [lines[i * 50 // 40] for i in range(40)]:
         row = json.loads(line)
         with torch.no_grad():
             best = recovered(input_ids=torch.tensor([tokenizer(row["text"])["input_ids"][:12]])).logits.argmax()

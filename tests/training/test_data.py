@@ -129,6 +129,17 @@ def test_packing_that_leaves_no_row_is_an_error(documents, causal_tokenizer, opt
         tokenize_and_pack(documents, causal_tokenizer, **options)
 
 
+def test_what_a_limit_leaves_of_a_sorted_text_is_from_all_over_it(causal_tokenizer):
+    texts = Dataset.from_dict({"text": ["1 2 3 4 5 6"] * 200 + ["7 8 9 10 11 12"] * 200})
+    first, mixed, whole = (
+        tokenize_and_pack(texts, causal_tokenizer, BLOCK_SIZE, limit, mixed=mixed)
+        for limit, mixed in ((1280, False), (1280, True), (10_000, True))
+    )
+    later = [torch.stack([*rows["input_ids"]]) > VOCABULARY["6"] for rows in (first, mixed, whole)]
+    assert not later[0].any() and 0.3 < later[1].sum() / 1280 < 0.5
+    assert torch.equal(whole["input_ids"][:], tokenize_and_pack(texts, causal_tokenizer, BLOCK_SIZE)["input_ids"][:])
+
+
 def test_masking_keeps_restarts_and_labels_only_what_it_chose(documents, masked_tokenizer):
     rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
     torch.manual_seed(0)

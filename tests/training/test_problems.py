@@ -210,7 +210,7 @@ def test_texts_that_cannot_be_learnt_from_are_named():
     with pytest.raises(DataError, match="label: all 8 texts of the train split have 1; give texts of the others"):
         rows_of(model, [1] * 8)
     with pytest.raises(DataError, match="label: all 2 texts of the test split have 0; shuffle the test texts"):
-        rows_of(model, [0, 0, 1, 0, 1, 0, 1, 1], data=DataArguments(block_size=12, max_test_documents=2))
+        rows_of(model, [0, 1, 1, 0, 0, 1, 0, 1], data=DataArguments(block_size=12, max_test_documents=2))
     cut = {tokens: DataArguments(block_size=12, max_validation_tokens=tokens) for tokens in (12, 24, 48)}
     assert set(rows_of(model, [0, 0, 0, 0, 1, 1, 1, 1], data=cut[48]).validation["labels"][:].tolist()) == {0, 1}
     assert len(rows_of(model, [0, 0, 0, 0, 1, 1, 1, 1], data=cut[12]).validation) == 1, "one text is no one class"

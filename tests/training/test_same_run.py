@@ -26,13 +26,15 @@ from hf_linattn.training.same_run import (
     COMPARED,
     FREE,
     SCORED,
+    TESTED,
     difference,
     model_digest,
     rows_digest,
     training_options,
 )
-from hf_linattn.training.task import CAUSAL
+from hf_linattn.training.task import CAUSAL, CLASSIFICATION, TextEncoder
 from hf_linattn.training.training_run import TrainingRun
+from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.training.test_finetuning import REQUIRED, make_training
 
@@ -151,6 +153,23 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
     run.record("recipe", options)  # as a version before this one did
     with pytest.raises(OptionError, match="did not record the content"):
         run.open({**options, digest: "2"})
+
+
+def test_a_run_that_tested_the_first_documents_does_not_go_on_with_others(tmp_path):
+    older = training_options(make_training(tmp_path))
+    run = RunDirectory(tmp_path, make_training(tmp_path))
+    run.open(older)
+    with pytest.raises(OptionError, match=r"holds a run that scored the beginning of the test split, .* output_dir"):
+        run.open(older | TESTED)
+    texts, encoder = Dataset.from_dict({"text": ["w7"] * 8}), TextEncoder(make_tokenizer(), DataArguments())
+    tested = encoder.options.tested
+    for task in (CAUSAL, CLASSIFICATION):
+        assert not task.tests_some(encoder, texts)
+        assert task.tests_some(encoder._replace(options=DataArguments(max_test_documents=3)), texts)
+    assert not CAUSAL.tests_some(encoder._replace(options=DataArguments(max_test_tokens=16, stride=1)), texts)
+    assert CAUSAL.tests_some(encoder._replace(options=DataArguments(max_test_tokens=4, block_size=8)), texts)
+    encoder.options.max_test_documents = 3
+    assert [row["row"] for row in tested(Dataset.from_dict({"row": range(8)}))] == [0, 2, 5]
 
 
 def test_a_run_that_scored_whole_conversations_does_not_go_on_with_scores_of_answers(tmp_path):
