@@ -23,8 +23,8 @@ from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
 from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
-from hf_linattn.sentence_models import SHOWN
-from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
+from hf_linattn.sentence_models import PAIRS, SHOWN, pair_activation
+from hf_linattn.training.arguments import NONE, Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.data import TrainingData, text_splits
@@ -250,6 +250,19 @@ class Regression(SequenceClassification):
 
     problem = REGRESSION
     label_kinds = ("float", "double", "int")
+
+    def check_options(self, arguments: Arguments) -> None:
+        super().check_options(arguments)
+        name = arguments.model.model_name_or_path or ""
+        activation = pair_activation("model_name_or_path", name)
+        taught = not arguments.distillation.ce_weight and arguments.recipe.control == NONE  # by the original alone
+        if activation is not None and not activation.endswith(".Identity") and not taught:
+            raise OptionError(
+                f"model_name_or_path={name!r} is a {PAIRS} of sentence-transformers with the activation_fn"
+                f" {activation!r}; the squared error from its labels would be that of what the activation reads. Have"
+                " the original alone teach it, in the recipe distill with kl_weight 1, ce_weight 0 and control none;"
+                " or save it with activation_fn torch.nn.Identity(), if its labels are what the model gives without"
+            )
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[float]:
         missing = sum(label is None or label != label for label in labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -13,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
-from hf_linattn.training.arguments import DataArguments, RecipeArguments, parse_arguments
+from hf_linattn.sentence_models import CONFIG_FILE, PAIRS
+from hf_linattn.training.arguments import DISTILLATION, DataArguments, RecipeArguments, parse_arguments
 from hf_linattn.training.classification import class_weights
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
@@ -264,6 +266,25 @@ def test_class_numbers_that_mean_other_classes_in_each_split_are_refused():
     CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, named, 96)
     splits["test"] = splits["test"].cast_column("label", ClassLabel(names=["a", "b"]))
     CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
+
+
+@pytest.mark.parametrize("activation", ["torch.nn.modules.activation.Sigmoid", "torch.nn.Identity", None])
+def test_labels_teach_no_cross_encoder_whose_scores_come_out_of_an_activation(tmp_path, activation):
+    def check(*flags: str) -> None:
+        given = ["--model_name_or_path", str(tmp_path), *REQUIRED[2:], "--use_cpu", "true", *flags]
+        PROBLEMS["regression"].check_options(parse_arguments(given, DISTILLATION))
+
+    (tmp_path / "config.json").write_text("{}")
+    check()
+    older = {"sbert_ce_default_activation_function": activation}
+    for file, kind in (("config.json", older), (CONFIG_FILE, {"model_type": PAIRS, "activation_fn": activation})):
+        (tmp_path / file).write_text(json.dumps(kind))
+        if "Identity" in str(activation) or (activation is None and file == "config.json"):
+            check()
+            continue
+        with pytest.raises(OptionError, match=r"CrossEncoder .* 'torch.nn.modules.activation.Sigmoid'; the squared"):
+            check()
+        check("--kl_weight", "1", "--ce_weight", "0", "--control", "none")
 
 
 def test_options_of_classifiers_are_refused_elsewhere():
