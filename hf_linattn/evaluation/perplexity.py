@@ -146,9 +146,8 @@ def perplexity(
         batch_size: windows per forward.
         seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
         mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
-        max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all. Where
-            that would be less than `max_length` tokens, so many are read of fewer documents, spaced evenly. With
-            `answers` as many whole documents are read, spaced evenly, and one at least: answers stand at the end.
+        max_tokens: of all documents; None: all. The first tokens of each are read; where these would be fewer than
+            `max_length`, as many of fewer documents, spaced evenly; with `answers`, which end texts, whole documents.
         answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
             scored. The texts then are as a chat template wrote them, and get no special tokens more.
         progress: show a progress bar; None: where standard error is a terminal.
