@@ -173,7 +173,7 @@ def problem_of(context: TrainingRun) -> str | None:
     return getattr(context.task, "problem", None)
 
 
-def score_of(context: TrainingRun, result: Mapping[str, Any]) -> dict[str, float | None]:
+def score_of(context: TrainingRun, result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the perplexity of a stage that scored a model; of a regression its squared error, which is its loss."""
     regressed = problem_of(context) == REGRESSION
     return {"perplexity": None, "squared_error": result["loss"]} if regressed else {"perplexity": result["perplexity"]}
