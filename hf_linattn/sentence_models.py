@@ -61,6 +61,19 @@ def is_sentence_model(option: str, name: str) -> bool:
     )
 
 
+def pair_activation(option: str, name: str) -> str | None:
+    """Return what a `CrossEncoder` computes of its logits, a name of a class; None: the folder says nothing of it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    saved, config = (_read_json(option, name, file) or {} for file in (CONFIG_FILE, "config.json"))
+    if saved.get("model_type") == PAIRS:
+        return saved.get("activation_fn") or "torch.nn.modules.activation.Sigmoid"
+    older = (config.get("sentence_transformers") or {}).get("activation_fn")
+    return older or config.get("sbert_ce_default_activation_function")
+
+
 def _read_json(option: str, name: str, file: str) -> Any:
     """Return what a file of a folder, or of a model of the Hub, says; None where there is no such file."""
     from transformers.utils import cached_file

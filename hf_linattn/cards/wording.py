@@ -18,14 +18,15 @@ class Measured:
     """What was measured of a converted model beside softmax attention; None: it was not.
 
     Attributes:
-        accuracy, perplexity, recall: of the model, and of the better softmax model, on a test split; the recall is the
-            share of texts whose other half, or pair, is among the ten most similar.
+        accuracy, perplexity, squared_error, recall: of the model, and of the better softmax model, on a test split;
+            the recall is the share of texts whose other half, or pair, is among the ten most similar.
         speed: how many times as fast it reads, and at how many tokens.
         state: bytes of the decoding state of one sequence, softmax's, and after how many tokens.
     """
 
     accuracy: tuple[float, float] | None = None
     perplexity: tuple[float, float] | None = None
+    squared_error: tuple[float, float] | None = None
     recall: tuple[float, float] | None = None
     speed: tuple[float, int] | None = None
     state: tuple[int, int, int] | None = None
@@ -49,6 +50,9 @@ def measured_sentence(measured: Measured) -> str:
         own, best = measured.perplexity
         both = f"{own:,.2f} against {best:,.2f} with softmax attention"
         said.append(f"has {own / best:.3f} times the perplexity ({both})")
+    if measured.squared_error is not None:
+        own, best = measured.squared_error
+        said.append(f"has a mean squared error of {own:,.4g} against {best:,.4g} with softmax attention")
     if measured.speed is not None:
         ratio, length = measured.speed
         times = f"{ratio:.1f} times faster" if ratio >= 1 else f"{1 / ratio:.1f} times slower"

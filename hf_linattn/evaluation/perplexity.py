@@ -70,7 +70,7 @@ class PerplexityResult(TypedDict):
         loss: nats per scored token.
         num_tokens: how many tokens were scored.
         document_tokens: how many of each document were read, where `max_tokens` left some out.
-        num_documents: how many conversations were read, each of them whole, where `max_tokens` left some out.
+        num_documents: how many documents were read, conversations whole, where `max_tokens` left some out.
     """
 
     perplexity: float
@@ -146,8 +146,8 @@ def perplexity(
         batch_size: windows per forward.
         seed: masked only: of the masks, which depend on it, on the texts and on the tokenizer alone.
         mask_probability: masked only: share of the tokens to predict; special tokens are never masked.
-        max_tokens: of all documents: of each that is longer, as many of its first tokens are read; None: all. With
-            `answers` as many whole documents are read, spaced evenly, and one at least: answers stand at the end.
+        max_tokens: of all documents; None: all. The first tokens of each are read; where these would be fewer than
+            `max_length`, as many of fewer documents, spaced evenly; with `answers`, which end texts, whole documents.
         answers: causal only: of each text, the places [first character, one past the last] whose tokens alone are
             scored. The texts then are as a chat template wrote them, and get no special tokens more.
         progress: show a progress bar; None: where standard error is a terminal.
@@ -165,7 +165,7 @@ def perplexity(
     _check_options(model, max_length, stride, batch_size, mask_probability, masked)
     if masked and answers is not None:
         raise OptionError("answers: a masked model answers nothing; leave it out")
-    documents, limited = documents_within(tokenizer, texts, max_tokens, answers)
+    documents, limited = documents_within(tokenizer, texts, max_tokens, max_length, answers)
     if masked:
         windows = list(_masked_windows(documents, tokenizer, max_length, seed, mask_probability))
     else:
@@ -300,11 +300,14 @@ def tokens_inside(tokens: Places, places: Places) -> Tensor:
 
 
 def documents_within(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None, answers: Sequence[Places] | None = None
-) -> tuple[list[Window], dict[str, int]]:
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], most: int | None, least: int,
+    answers: Sequence[Places] | None = None,
+) -> tuple[list[Window], dict[str, int]]:  # fmt: skip
     """Return documents of `most` tokens in all, each as a window of its own, and what a `PerplexityResult` says of it.
 
     That is nothing where they have no more.
+
+    least: of a document that is read, as far as it has and `most` allows; there are fewer documents for it.
     """
     require("max_tokens", most, most is None or most >= 1, "at least 1, or None")
     documents = _tokenize(tokenizer, texts, answers)
@@ -317,8 +320,14 @@ def documents_within(
     left, longer = most, sorted(lengths)
     while longer and longer[0] * len(longer) <= left:  # whole
         left -= longer.pop(0)
-    size = max(1, left // len(longer))
-    return [Window(ids[:size], labels[:size]) for ids, labels in documents], {"document_tokens": size}
+    size, limited = left // len(longer), {}
+    if size < min(least, most):  # so little context would tell no model from another
+        size = min(least, most)
+        chosen = _spaced([min(length, size) for length in lengths], most)
+        documents, limited = [documents[i] for i in chosen], {"num_documents": len(chosen)}
+    if any(len(document.input_ids) > size for document in documents):
+        limited |= {"document_tokens": size}
+    return [Window(ids[:size], labels[:size]) for ids, labels in documents], limited
 
 
 def _spaced(lengths: Sequence[int], most: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..inference import without_labels
+from ..masks import sequence_ids
 from ..sensitivity import log_probabilities, real_tokens
 from .gates import Gates
 from .options import Signal
@@ -24,10 +25,16 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
 
 
 def _longest_row(batch: Mapping[str, Any]) -> int:
-    """Return the most real tokens that a row of a batch has."""
+    """Return the most real tokens that a row of a batch has, or a document of packed rows."""
     mask = batch.get("attention_mask")
     if mask is not None:
         return int(torch.as_tensor(mask).sum(-1).max())
+    positions = batch.get("position_ids")
+    if positions is not None:
+        positions = torch.as_tensor(positions)
+        packed = sequence_ids(positions, None, None, positions.shape[-1], positions.shape[-1])
+        if packed is not None:
+            return max(int(row.bincount().max()) for row in packed)
     return max(int(value.shape[1]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
 
 

@@ -2,15 +2,14 @@
 
 from .card import CARD_FILE, measured, model_card, save_adapter_card, save_card
 from .classifiers import MetricRow, ReadingRow
+from .four_models import Accuracies, Perplexities, SquaredErrors
 from .plan_picture import save_plan_picture
 from .plots import BytesPoint, bytes_figure, points_of, save_plots
 from .samples import TextSample
 from .schema import (
     REPORT_FILE,
-    Accuracies,
     Evaluation,
     LongContext,
-    Perplexities,
     Provenance,
     Report,
     Stage,
@@ -32,6 +31,7 @@ __all__ = [
     "Provenance",
     "ReadingRow",
     "Report",
+    "SquaredErrors",
     "Stage",
     "TextSample",
     "Training",

@@ -127,7 +127,7 @@ def patches_in(folder: Path) -> dict[str, PatchConfig] | None:
 
 def measured(report: Report) -> Measured:
     """Return what the first sentence of the card says: beside the better softmax model, at the longest length."""
-    accuracy, perplexity = report.accuracy, report.perplexity
+    accuracy, scores = report.accuracy, report.scores
     fastest = max(report.speed, key=lambda row: row.length, default=None)
     largest = max(report.memory, key=lambda row: row.length, default=None)
     state = None
@@ -137,7 +137,7 @@ def measured(report: Report) -> Measured:
     return Measured(
         recall=None if recalls is None else (recalls.recovered, max(recalls.original, recalls.control or 0.0)),
         accuracy=None if accuracy is None else (accuracy.recovered, accuracy.best),
-        perplexity=None if accuracy or recalls else (perplexity.recovered, perplexity.best),
+        **({} if accuracy or recalls else {scores.name: (scores.recovered, scores.best)}),
         speed=None if fastest is None else (fastest.prefill_speedup, fastest.length),
         state=state,
     )
@@ -162,7 +162,8 @@ def scores_of(report: Report) -> dict[str, float]:
     """Return what the recovered model scores on the test split; of a classifier its accuracy first."""
     accuracy = {} if report.accuracy is None else {"accuracy": report.accuracy.recovered}
     metrics = {row.metric: row.recovered for row in report.metrics}
-    return {**accuracy, **metrics, "perplexity": report.perplexity.recovered}
+    own = "perplexity" if report.squared_error is None else "mean_squared_error"
+    return {**accuracy, **metrics, own: report.scores.recovered}
 
 
 def eval_results(report: Report, task: str) -> list[EvalResult]:

@@ -23,11 +23,12 @@ class ReadingRow:
     Attributes:
         reading: `cut`, to its first window, or `windows`, overlapping, the logits pooled by their tokens.
         max_length: tokens of a window. stride: by how many windows advance; None where there is one.
-        perplexity: on the test texts. metrics: by name.
+        perplexity, squared_error: on the test texts; the one of the two that the report has. metrics: by name.
     """
 
     reading: str
     max_length: int
     stride: int | None
-    perplexity: float
+    perplexity: float | None
     metrics: dict[str, float]
+    squared_error: float | None = None

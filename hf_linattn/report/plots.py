@@ -43,7 +43,10 @@ CURVES = (PATCHED, ORIGINAL, "#009E73", "#CC79A7", "#E69F00", CONTROL, "#F0E442"
 
 @dataclass(frozen=True)
 class BytesPoint:
-    """What a state of `state_bytes` for one sequence comes to: test perplexity, share of recalled answers or None."""
+    """What a state of `state_bytes` for one sequence comes to: test perplexity, share of recalled answers or None.
+
+    Of a regression the mean squared error stands for the perplexity.
+    """
 
     label: str
     state_bytes: int
@@ -55,12 +58,13 @@ def points_of(report: Report) -> list[BytesPoint]:
     """Return the converted layers' state of a report, before and after recovery, and those of its windows."""
     own = [(f"{report.mechanism}, {name}", report.constant_bytes) for name in ("converted", "recovered")]
     points = [
-        BytesPoint(label, count, getattr(report.perplexity, label.rpartition(", ")[2]))
+        BytesPoint(label, count, getattr(report.scores, label.rpartition(", ")[2]))
         for label, count in own
         if count is not None
     ]
     names = {False: "window, untrained", True: "window, fine-tuned"}
-    return points + [BytesPoint(names[row.trained], row.state_bytes, row.perplexity) for row in report.windows]
+    score = report.scores.name
+    return points + [BytesPoint(names[row.trained], row.state_bytes, getattr(row, score)) for row in report.windows]
 
 
 def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
@@ -74,24 +78,27 @@ def save_plots(report: Report, directory: str | os.PathLike[str]) -> list[Path]:
     if report.has_state:
         figures["state"] = state_figure
     if report.windows:
-        figures["bytes"] = lambda report: bytes_figure(points_of(report), _title(report, "The same bytes as a window"))
+        title = _title(report, "The same bytes as a window")
+        figures["bytes"] = lambda report: bytes_figure(points_of(report), title, report.scores.label)
     if report.sensitivity:
         figures["layers"] = layers_figure
     return [save_figure(draw(report), Path(directory) / PLOTS[name]) for name, draw in figures.items()]
 
 
 def perplexity_figure(report: Report) -> Figure:
-    """Draw the four test perplexities as bars, with a line at the better softmax model.
+    """Draw the four test perplexities as bars, or the errors of a regression, with a line at the better softmax model.
 
-    Where they differ by more than ten times the axis is logarithmic from 1, so that a bar is as long as the loss.
+    Where perplexities differ by more than ten times the axis is logarithmic from 1, so that a bar is as long as the
+    loss.
     """
-    figure, (axes,) = _figure(report, "Test perplexity", panels=1)
-    found = {name: getattr(report.perplexity, name) for name in MODEL_COLOURS}
+    scores = report.scores
+    figure, (axes,) = _figure(report, scores.label.capitalize(), panels=1)
+    found = {name: getattr(scores, name) for name in MODEL_COLOURS}
     values = {name: value for name, value in found.items() if value is not None}
     colours = [MODEL_COLOURS[name] for name in values]
     bars = axes.bar([MODEL_LABELS[name] for name in values], list(values.values()), 0.62, color=colours)
-    axes.bar_label(bars, [f"{value:,.2f}" for value in values.values()], padding=3, color=INK)
-    logarithmic = max(values.values()) > 10 * min(values.values())
+    axes.bar_label(bars, [f"{value:{scores.form}}" for value in values.values()], padding=3, color=INK)
+    logarithmic = scores.least > 0 and max(values.values()) > 10 * min(values.values())
     if logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(1, max(values.values()) ** 1.1)
@@ -99,8 +106,8 @@ def perplexity_figure(report: Report) -> Figure:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(0, max(values.values()) * 1.12)
-    axes.set_ylabel("perplexity" + (" (log scale)" if logarithmic else ""))
-    axes.axhline(report.perplexity.best, color=INK, linewidth=1, linestyle=DASHED, zorder=0.5)
+    axes.set_ylabel(scores.label.removeprefix("test ") + (" (log scale)" if logarithmic else ""))
+    axes.axhline(scores.best, color=INK, linewidth=1, linestyle=DASHED, zorder=0.5)
     axes.set_title(f"recovered / best (dashed) = {report.ratio:.3f}", fontsize=10, color=INK)
     axes.grid(visible=False, axis="x")
     return figure
@@ -172,11 +179,12 @@ def _draw_bytes(axes: Axes, rows: Sequence[tuple[int, int, int]]) -> None:
     axes.legend(frameon=False)
 
 
-def bytes_figure(points: Sequence[BytesPoint], title: str) -> Figure:
+def bytes_figure(points: Sequence[BytesPoint], title: str, score: str = "test perplexity") -> Figure:
     """Draw perplexity and, where it was measured, recall against the bytes of decoding state, one curve a label.
 
     Points of one label are joined in the order of their bytes, and a point of its own is marked alone. A label that
     begins with `window` is drawn dashed and grey: what a state of that size has to be worth more than.
+    score: what the perplexity of a point is called.
 
     Raises:
         OptionError: there is no point, or one has no bytes.
@@ -189,7 +197,7 @@ def bytes_figure(points: Sequence[BytesPoint], title: str) -> Figure:
     recalled = any(point.recall is not None for point in points)
     figure, panels = blank_figure(title, panels=1 + recalled)
     labels = list(dict.fromkeys(point.label for point in points))
-    drawn = [("perplexity", "test perplexity"), ("recall", "recall (share of answers)")]
+    drawn = [("perplexity", score), ("recall", "recall (share of answers)")]
     for axes, (name, label) in zip(panels, drawn, strict=False):
         for number, kind in enumerate(labels):
             own = [p for p in points if p.label == kind and getattr(p, name) is not None]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import platform
 import subprocess
@@ -29,64 +28,17 @@ from ..atomic_io import write_text
 from ..config import require
 from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
+from ..evaluation.label_metrics import REGRESSION
 from ..reading import reading
 from ..versions import installed_version
 from .classifiers import MetricRow, ReadingRow
+from .four_models import Accuracies, Perplexities, Scores, SquaredErrors
 from .samples import TextSample
 
 FORMAT_VERSION = 1
 REPORT_FILE = "report.json"
 EMBEDDING = "embedding"  # the problem of a model that makes embeddings
-
-
-@dataclass(frozen=True)
-class Perplexities:
-    """Test perplexities of four models on the same text.
-
-    Attributes:
-        original: the pretrained model as it came.
-        control: the pretrained model, its own attention, fine-tuned on the tokens that recovered the converted one;
-            None: there is none.
-        converted: the patched model before any training.
-        recovered: the patched model after it.
-    """
-
-    original: float
-    control: float | None
-    converted: float
-    recovered: float
-
-    def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if value is None and f.name == "control":
-                continue
-            require(f"perplexity.{f.name}", value, math.isfinite(value) and value >= 1, "finite and at least 1")
-
-    @property
-    def best(self) -> float:
-        """The better of original and control: what the recovered model is measured against."""
-        return self.original if self.control is None else min(self.original, self.control)
-
-    @property
-    def ratio(self) -> float:
-        """recovered / min(original, control); 1 means that nothing was lost."""
-        return self.recovered / self.best
-
-
-@dataclass(frozen=True)
-class Accuracies:
-    """Shares of the test texts that the four classifiers put into the right class; the models are those above."""
-
-    original: float
-    control: float | None
-    converted: float
-    recovered: float
-
-    @property
-    def best(self) -> float:
-        """The better of original and control: what the recovered classifier is measured against."""
-        return self.original if self.control is None else max(self.original, self.control)
+DISTANCES = (EMBEDDING, REGRESSION)  # problems whose loss is a distance, and no likelihood
 
 
 @dataclass(frozen=True)
@@ -94,7 +46,7 @@ class Evaluation:
     """How the perplexities were measured: tokens per window, stride (None: no overlap), scored tokens or texts.
 
     problem: of a classifier, by transformers' name for it; `embedding` of an embedding model. document_tokens: how
-    many of each document were read, num_documents: how many conversations; None: all. answers: whether their answers
+    many of each document were read, num_documents: how many of these; None: all. answers: whether their answers
     alone were scored. held_out: whether the test split was cut from the training split.
     """
 
@@ -179,14 +131,15 @@ class WindowRow:
         window_size, num_sink_tokens: see `streaming_for`.
         state_bytes: of the decoding state of one sequence in these layers, in a bfloat16 model.
         trained: whether on the text, as the control; else the weights are the original's.
-        perplexity: on the test split.
+        perplexity, squared_error: on the test split; the one of the two that the report has.
     """
 
     window_size: int
     num_sink_tokens: int
     state_bytes: int
     trained: bool
-    perplexity: float
+    perplexity: float | None = None
+    squared_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +170,9 @@ class Report:
         options: its options as they were given; the plan, if there was one.
         data: the data set, or the files, that it was trained and tested on.
         dataset_name, dataset_config_name: the names of the data set and its configuration on the Hub; None for files.
-        accuracy: of classifiers, whose perplexity is that of the right class; None for language models.
+        perplexity: of a classifier that of the right class; None for a regression.
+        squared_error: of a regression, in place of the perplexity; older reports have exp of it there.
+        accuracy: of classifiers; None for language models.
         metrics: of classifiers, those that were chosen; of embedding models, what they find.
         readings: the original on documents longer than its table.
         stages: the way from converted to recovered.
@@ -235,13 +190,14 @@ class Report:
     base_model: str
     mechanism: str
     data: str
-    perplexity: Perplexities
+    perplexity: Perplexities | None
     evaluation: Evaluation
     training: Training
     provenance: Provenance
     options: dict[str, Any] = field(default_factory=dict)
     dataset_name: str | None = None
     dataset_config_name: str | None = None
+    squared_error: SquaredErrors | None = None
     accuracy: Accuracies | None = None
     metrics: tuple[MetricRow, ...] = ()
     readings: tuple[ReadingRow, ...] = ()
@@ -257,9 +213,17 @@ class Report:
     format_version: int = FORMAT_VERSION
 
     @property
+    def scores(self) -> Scores:
+        """What the four models are compared by: perplexities, or the squared errors of a regression."""
+        found = self.squared_error or self.perplexity
+        if found is None:
+            raise CheckpointError("report has neither perplexity nor squared_error; write the report again")
+        return found
+
+    @property
     def ratio(self) -> float:
-        """Perplexity of the recovered model over the better of original and control."""
-        return self.perplexity.ratio
+        """Score of the recovered model over the better of original and control."""
+        return self.scores.ratio
 
     @property
     def crossover_length(self) -> int | None:

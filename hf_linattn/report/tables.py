@@ -14,9 +14,10 @@ from ..atomic_io import write_text
 from ..console_table import console_table
 from ..evaluation import Fidelity, PositionRow, RecurrenceRow, SpeedRow, Spread
 from ..markdown import markdown_table
+from .four_models import Scores
 from .plots import PLOTS, save_plots
 from .samples import sample_section
-from .schema import EMBEDDING, LongContext, Report, WindowRow
+from .schema import DISTANCES, EMBEDDING, LongContext, Report, WindowRow
 from .teaching import listed, teaching_rows
 
 MARKDOWN_FILE = "report.md"
@@ -33,7 +34,7 @@ READINGS = {
 }
 WINDOWED = {EMBEDDING: "embeddings averaged by tokens"}  # by the problem: what is made of windows
 PERPLEXITIES = {  # by the problem of a classifier: what stands under that name
-    "regression": " The perplexity is exp of the mean squared error.",
+    "regression": " The perplexity is exp of the mean squared error.",  # in older reports
     "multi_label_classification": " The perplexity is that of one label, yes or no.",
 }
 SHARES = ("accuracy", "macro_f1", "micro_f1", "recall_at_1", "recall_at_10")  # metrics that are shown in percent
@@ -46,7 +47,6 @@ CONVERTED = ("converted", "recovered")
 SPEED_NOTE = "Medians of repeats that alternate between the two in one run; in brackets the smallest and the largest."
 MEMORY_NOTE = "One sequence, without the weights."
 MEMORY_HEADS = ["tokens", "state bytes", "original", "peak bytes of a forward", "original"]
-WINDOW_HEADS = ["attention of the converted layers", "state bytes", "test perplexity", "x best"]
 WINDOW_NOTE = "Decoding state of one sequence in these layers, in a bfloat16 model."
 RECALL_NOTE = "generated recall was trained on: tests of the same kinds are no longer untouched"
 HELD_OUT = "; it has no test split: test texts were held out of its training split"
@@ -116,40 +116,45 @@ def save_report(report: Report, directory: str | os.PathLike[str]) -> list[Path]
 def _score_title(report: Report) -> str:
     if report.evaluation.problem == EMBEDDING:
         return "## Retrieval"
-    return "## Accuracy and perplexity" if report.accuracy else "## Perplexity"
+    title = "Perplexity" if report.squared_error is None else "Mean squared error"
+    return f"## Accuracy and {title.lower()}" if report.accuracy else f"## {title}"
 
 
 def verdict(report: Report) -> str:
     """Return how the recovered model stands to the better softmax model."""
-    better = "original" if report.perplexity.original == report.perplexity.best else "control"
+    better = "original" if report.scores.original == report.scores.best else "control"
     return f"recovered / best ({better}) = {report.ratio:.3f}"
 
 
 def model_rows(report: Report) -> list[list[str]]:
     """Return the cells of the models below the heads `model`, `what it is` and `score_heads`."""
-    rows = []
+    rows, found = [], report.scores
     for name, description in MODELS.items():
-        value = getattr(report.perplexity, name)
+        value = getattr(found, name)
         if value is None:
             continue
         what = description.format(mechanism=report.mechanism)
         scores = [_score(row.metric, getattr(row, name)) for row in report.metrics]
         if report.accuracy and not scores:  # of an older report
             scores = [f"{getattr(report.accuracy, name):.1%}"]
-        rows.append([name, what, *scores, f"{value:,.2f}", f"{value / report.perplexity.best:,.3f}"])
+        rows.append([name, what, *scores, *_beside_best(found, value)])
     for read in report.readings:
         pooled = WINDOWED.get(report.evaluation.problem or "", "logits pooled by tokens")
         what = READINGS[read.reading].format(length=read.max_length, stride=read.stride or 0, pooled=pooled)
         scores = [_score(row.metric, read.metrics.get(row.metric)) for row in report.metrics]
-        ratio = f"{read.perplexity / report.perplexity.best:,.3f}"
-        rows.append([f"original, {read.reading}", what, *scores, f"{read.perplexity:,.2f}", ratio])
+        rows.append([f"original, {read.reading}", what, *scores, *_beside_best(found, getattr(read, found.name))])
     return rows
+
+
+def _beside_best(scores: Scores, value: float) -> list[str]:
+    """Return the cells of a score, and of how many times the best one it is."""
+    return [f"{value:{scores.form}}", f"{scores.beside_best(value):,.3f}"]
 
 
 def score_heads(report: Report) -> list[str]:
     """Return the columns of a score: metrics first, where they are what a model is for."""
     metrics = [row.metric.replace("_", " ") for row in report.metrics]  # older reports have the accuracy alone
-    return [*(metrics or ["accuracy"] * (report.accuracy is not None)), "test perplexity", "x best"]
+    return [*(metrics or ["accuracy"] * (report.accuracy is not None)), report.scores.label, "x best"]
 
 
 def _score(metric: str, value: float | None) -> str:
@@ -167,28 +172,34 @@ def how_measured(report: Report) -> str:
     if how.problem == EMBEDDING:
         return RETRIEVED.format(count=how.num_tokens, length=how.max_length)
     if report.accuracy or report.metrics:
-        note = PERPLEXITIES.get(how.problem or "", "")
+        note = PERPLEXITIES.get(how.problem or "", "") if report.perplexity else ""
         read = f"{how.num_tokens:,} texts of the test split, cut to {how.max_length:,} tokens; one prediction each."
         return read + note
     stride = "masked tokens" if how.stride is None else f"stride {how.stride:,}"
+    read = "conversations" if how.answers else "documents"
     cut = "" if how.document_tokens is None else f", of each document the first {how.document_tokens:,}"
-    whole = "" if how.num_documents is None else f"{how.num_documents:,} conversations of "
-    of = f"the answers in {whole}the test split" if how.answers else "the test split"
+    whole = "" if how.num_documents is None else f"{how.num_documents:,} {read} of "
+    of = f"the answers in {whole}the test split" if how.answers else f"{whole}the test split"
     return f"{how.num_tokens:,} scored tokens of {of}{cut}, windows of {how.max_length:,}, {stride}."
 
 
 def _window_section(report: Report) -> list[str]:
-    table = markdown_table(WINDOW_HEADS, window_rows(report), "lrrr")
+    table = markdown_table(window_heads(report), window_rows(report), "lrrr")
     return ["## Beside windows of the same bytes", table, WINDOW_NOTE, f"![bytes]({PLOTS['bytes']})"]
 
 
+def window_heads(report: Report) -> list[str]:
+    """Return the heads of the table of windows."""
+    return ["attention of the converted layers", "state bytes", report.scores.label, "x best"]
+
+
 def window_rows(report: Report) -> list[list[str]]:
-    """Return the cells below `WINDOW_HEADS`."""
-    best, own = report.perplexity.best, report.perplexity
-    compared = [(_window_name(row), row.state_bytes, row.perplexity) for row in report.windows]
+    """Return the cells below `window_heads`."""
+    own = report.scores
+    compared = [(_window_name(row), row.state_bytes, getattr(row, own.name)) for row in report.windows]
     if (count := report.constant_bytes) is not None:
         compared = [(f"{report.mechanism}, {name}", count, getattr(own, name)) for name in CONVERTED] + compared
-    return [[name, f"{count:,}", f"{value:,.2f}", f"{value / best:,.3f}"] for name, count, value in compared]
+    return [[name, f"{count:,}", *_beside_best(own, value)] for name, count, value in compared]
 
 
 def _window_name(row: WindowRow) -> str:
@@ -202,12 +213,12 @@ def _stage_section(report: Report) -> list[str]:
 
 def stage_heads(report: Report) -> list[str]:
     """Return the heads of the table of stages."""
-    return [*STAGE_HEADS, "validation loss" if report.evaluation.problem == EMBEDDING else "validation perplexity"]
+    return [*STAGE_HEADS, "validation loss" if report.evaluation.problem in DISTANCES else "validation perplexity"]
 
 
 def stage_rows(report: Report) -> list[list[str]]:
     """Return the cells below `stage_heads`."""
-    distance = report.evaluation.problem == EMBEDDING  # from the original, and no likelihood
+    distance = report.evaluation.problem in DISTANCES
     return [
         [
             stage.name, f"{stage.tokens:,}", f"{stage.seconds:,.0f}",

@@ -92,9 +92,10 @@ class Distill(StageOptions):
     lora_rank: int | None = None
     kl_weight: float | None = None
     ce_weight: float | None = None
+    names = {"tokens": "max_train_tokens"}
 
     def options(self) -> dict[str, Any]:
-        return {name: value for name, value in super().options().items() if name != "tokens"}
+        return {name: value for name, value in super().options().items() if name != "max_train_tokens"}
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,9 @@ class Distillation(Recipe):
             named |= WEIGHTS
         for stage in stages:
             named |= stage.options()
-        rates = [stage.learning_rate for stage in stages if isinstance(stage, Distill)]
-        if (rate := options.pop("learning_rate", None)) is not None:
-            raise OptionError(f"learning_rate={rate}: stages have their own; give Distill(learning_rate={rate})")
-        named.pop("learning_rate", None)  # of `Distill`, which is a grid of one
-        named |= {"learning_rates": rates} | options
+        named["learning_rates"] = [named.pop("learning_rate")]  # of `Distill`: a grid of one
+        refuse_those_of_stages(options)
+        named |= options
         super().__init__(model, plan, train_dataset, output_dir, eval_dataset, test_dataset, **named)
 
 
@@ -255,6 +254,16 @@ def check_order(stages: Sequence[StageOptions]) -> None:
             f"stages={[kind.__name__ for kind in kinds]}: give {', '.join(kind.__name__ for kind in ORDER)} in this"
             " order, each at most once, and Distill"
         )
+
+
+def refuse_those_of_stages(options: Mapping[str, Any]) -> None:
+    """Raise `OptionError` for an option of the recipe that is given to a stage, whether or not it is among those."""
+    owned = {kind.names.get(f.name, f.name): (kind, f.name) for kind in ORDER for f in fields(kind)}
+    owned["learning_rates"] = Distill, "learning_rate"
+    for name, value in options.items():
+        if name in owned and value is not None:
+            kind, own = owned[name]
+            raise OptionError(f"{name}={value!r}: stages have their own; give {own} to {kind.__name__}(...)")
 
 
 def name_of(model: str | os.PathLike[str]) -> str:

@@ -45,6 +45,10 @@ class Task:
                     f"{name}={value}: it is of embedding models, which have a modules.json; leave it out"
                 )
 
+    def compares_rows(self, arguments: Arguments) -> bool:
+        """Return whether the loss compares the rows of a batch, so that others of them are another loss."""
+        return False
+
     @classmethod
     def load(cls, data: DataArguments) -> DatasetDict:
         """Load the three splits."""
@@ -81,12 +85,16 @@ class Task:
         return teacher.divergence(got, want)
 
     def score(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int) -> dict[str, Any]:
-        """Return the `perplexity` of a test split, `num_tokens`, how many were predicted, and more."""
+        """Return the `perplexity` of a test split, or `loss`, `num_tokens`, how many were predicted, and more."""
         raise NotImplementedError
 
     def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
         """Return how many tokens a model reads to get its score; 0: that is not counted."""
         return 0
+
+    def tests_some(self, encoder: TextEncoder, test: Dataset) -> bool:
+        """Return whether some documents of the test split are left out, and the others are from all over it."""
+        return len(encoder.options.tested(test)) < len(test)
 
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:
         """Return what the model makes of up to `count` test texts, the same for every model; may be none."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import Dataset, DatasetDict
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -18,17 +18,18 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.config import require_finite
-from hf_linattn.errors import DataError, OptionError, did_you_mean
+from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
 from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode
-from hf_linattn.sentence_models import SHOWN
-from hf_linattn.training.arguments import Arguments, DataArguments, RecipeArguments
+from hf_linattn.sentence_models import PAIRS, SHOWN, pair_activation
+from hf_linattn.training.arguments import NONE, Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.heads import check_classes
+from hf_linattn.training.labels import by_name, check_names, check_several, class_numbers
 
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 
@@ -71,6 +72,7 @@ class SequenceClassification(Task):
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
         data, collator = encoder.options, PaddingCollator.of(encoder.tokenizer, config)
+        check_names(splits, config.label2id)
         for texts in splits.values():  # whole ones: a label beyond the limits shows a mistake, too
             self.numbers(by_name(texts, config.label2id), config)
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
@@ -121,7 +123,7 @@ class SequenceClassification(Task):
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
         windows: DocumentWindows | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return `perplexity`, `loss`, `num_tokens`, how many texts there are, and the chosen metrics.
+        """Return `loss`, `num_tokens`, how many texts there are, the chosen metrics, and the `perplexity` of classes.
 
         windows: in which the model reads each text, its answers pooled; None: whole.
         """
@@ -129,12 +131,8 @@ class SequenceClassification(Task):
         loss = float(self.loss(logits, labels))
         predictions, references = self.predictions(logits).tolist(), self.references(labels).tolist()
         scores = label_scores(self.problem, predictions, references, encoder.options.metrics)
-        return {
-            "perplexity": float(torch.tensor(loss).double().exp()),
-            "loss": loss,
-            "num_tokens": len(labels),
-            **scores,
-        }
+        likelihood = {} if self.problem == REGRESSION else {"perplexity": float(torch.tensor(loss).double().exp())}
+        return {**likelihood, "loss": loss, "num_tokens": len(labels), **scores}
 
     def judge(
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
@@ -199,20 +197,25 @@ class SeveralLabels(SequenceClassification):
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[Any]:
         known, count = config.label2id, config.num_labels
-        rows = []
+        missing, rows = sum(given is None for given in labels), []
+        if missing:
+            raise DataError(
+                f"label: {missing} of {len(labels)} texts have no list of labels; leave them out, or give an empty"
+                " list to those without any"
+            )
         for given in labels:
             if given and isinstance(given[0], float):
                 if len(given) != count or not {*given} <= {0.0, 1.0}:
                     raise DataError(f"label {given!r} is no list of {count} numbers 0.0 or 1.0; give names of labels")
                 rows.append(list(given))
                 continue
-            chosen = {*class_numbers(given or (), known, count)}
-            if len(chosen) < len(given or ()) or bool in map(type, given or ()):
+            chosen = {*class_numbers(given, known, count)}
+            if len(chosen) < len(given) or bool in map(type, given):
                 raise DataError(
                     f"label {given!r} does not name classes, each once; give their names or numbers, or {count}"
                     " numbers 0.0 or 1.0"
                 )
-            if count == 2 and list(given or ()) == [1, 0]:
+            if count == 2 and list(given) == [1, 0]:
                 raise DataError(
                     "label [1, 0] may be yes and no, or both of the model's 2 labels; give the numbers 1.0 and 0.0, or"
                     " names of labels"
@@ -247,6 +250,19 @@ class Regression(SequenceClassification):
 
     problem = REGRESSION
     label_kinds = ("float", "double", "int")
+
+    def check_options(self, arguments: Arguments) -> None:
+        super().check_options(arguments)
+        name = arguments.model.model_name_or_path or ""
+        activation = pair_activation("model_name_or_path", name)
+        taught = not arguments.distillation.ce_weight and arguments.recipe.control == NONE  # by the original alone
+        if activation is not None and not activation.endswith(".Identity") and not taught:
+            raise OptionError(
+                f"model_name_or_path={name!r} is a {PAIRS} of sentence-transformers with the activation_fn"
+                f" {activation!r}; the squared error from its labels would be that of what the activation reads. Have"
+                " the original alone teach it, in the recipe distill with kl_weight 1, ce_weight 0 and control none;"
+                " or save it with activation_fn torch.nn.Identity(), if its labels are what the model gives without"
+            )
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[float]:
         missing = sum(label is None or label != label for label in labels)
@@ -303,49 +319,6 @@ class PaddingCollator:
         padding = dict(zip(TOKENS, (self.pad_token_id, 0, self.pad_token_type_id), strict=True))
         padded = {name: pad_sequence(x, True, padding[name]) for name, x in columns.items()}
         return {**padded, "labels": torch.stack([torch.as_tensor(row["labels"]) for row in rows])}
-
-
-def by_name(texts: Dataset, known: Mapping[str, int]) -> Sequence[Any]:
-    """Return the labels of texts; as names, where the data set has names for its numbers and the model knows any.
-
-    A data set may number its classes otherwise than the model does, and write their names in another case.
-    """
-    column, labels = texts.features["label"], texts["label"][:]
-    feature = getattr(column, "feature", column)  # of a list of labels, or of the label
-    if not isinstance(feature, ClassLabel):
-        return labels
-    written = {name.casefold(): name for name in known} | {name: name for name in known}
-    names = [written.get(name, written.get(name.casefold(), name)) for name in feature.names]
-    if not {*names} & {*known}:
-        return labels
-
-    def name(label: int | None) -> int | str | None:
-        return names[label] if label is not None and label >= 0 else label
-
-    return [name(label) for label in labels] if feature is column else [[*map(name, row or ())] for row in labels]
-
-
-def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: int) -> list[int]:
-    """Return labels as class numbers; `DataError` for one that the model does not have.
-
-    >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
-    [1, 0, 1]
-    """
-    numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
-    for label, number in zip(labels, numbers, strict=True):
-        if number is None or not 0 <= number < count:
-            hint = did_you_mean(str(label), known)
-            raise DataError(
-                f"label {label!r} is none of the model's {count} classes{hint}; relabel the data, or leave rows"
-                " without a class out"
-            )
-    return numbers  # type: ignore[return-value]
-
-
-def check_several(split: str, labels: Tensor, remedy: str) -> None:
-    """Raise `DataError` where all texts have the same label: there is nothing to learn, and nothing to measure."""
-    if len(labels) > 1 and bool((labels == labels[0]).all()):
-        raise DataError(f"label: all {len(labels)} texts of the {split} split have {labels[0].tolist()}; {remedy}")
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, weights: Sequence[float], smoothing: float = 0.0) -> Tensor:

@@ -9,6 +9,7 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 from __future__ import annotations
 
 import glob
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,7 @@ def tokenize_and_pack(
     max_tokens: int | None = None,
     add_bos_eos: bool = True,
     text_column: str = "text",
+    mixed: bool = False,
 ) -> Dataset:
     """Return rows of exactly `block_size` tokens: `input_ids`, `position_ids` and `labels`, all int64 tensors.
 
@@ -165,6 +167,7 @@ def tokenize_and_pack(
         max_tokens: stop after this many tokens (rounded down to whole rows); None takes all.
         add_bos_eos: put the tokenizer's beginning-of-text token (`bos_token`, else `cls_token`) before each
             document and its end (`eos_token`, else `sep_token`) after it, where it has them.
+        mixed: where `max_tokens` leaves text out, take documents from all over it, in a fixed order: it may be sorted.
 
     Raises:
         DataError: `block_size` or `max_tokens` leaves no row, or the text fills none.
@@ -174,7 +177,10 @@ def tokenize_and_pack(
     if max_tokens is not None and max_tokens < block_size:
         raise DataError(f"max_tokens={max_tokens} is less than one row of block_size={block_size}; raise max_tokens")
     answered = ANSWERS in dataset.column_names
-    documents, learnt = _tokenize(dataset, tokenizer, text_column, add_bos_eos and not answered, max_tokens)
+    options = tokenizer, text_column, add_bos_eos and not answered, max_tokens
+    documents, learnt = _tokenize(dataset, *options)
+    if mixed and (len(documents) < len(dataset) or sum(map(len, documents)) > (max_tokens or math.inf)):
+        documents, learnt = _tokenize(dataset.shuffle(seed=0), *options)
     lengths = np.array([len(document) for document in documents])
     available = int(lengths.sum())
     total = min(available, max_tokens or available) // block_size * block_size
@@ -204,14 +210,25 @@ class PackedMaskingCollator:
         mlm_probability: share of the tokens to predict.
         seed: None draws new masks every time, from torch's global generator (training). With a seed, a row's masks
             depend on the seed and on its tokens alone, not on its batch or on what came before (evaluation).
+        vocab_size: tokens that the model has, where the tokenizer may have more; None: all.
 
     Raises:
-        DataError: the tokenizer has no mask token.
+        DataError: the tokenizer has no mask token, or the model has no embedding for it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None,
+        vocab_size: int | None = None,
+    ):  # fmt: skip
         if tokenizer.mask_token is None:
             raise DataError("mask_token=None: masked language modelling needs a tokenizer that has a mask token")
+        number: Any = tokenizer.mask_token_id
+        if vocab_size is not None and number >= vocab_size:
+            raise DataError(
+                f"mask_token={tokenizer.mask_token!r} has the number {number}, beyond the {vocab_size} tokens of the"
+                " model; give the tokenizer that the model was trained with"
+            )
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
         self.masking = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
         self.seed = seed
 
@@ -229,7 +246,8 @@ class PackedMaskingCollator:
             row_seed = zlib.crc32(input_ids.numpy().tobytes(), self.seed)
             self.masking.generator = torch.Generator().manual_seed(row_seed)
         inputs, labels = self.masking.torch_mask_tokens(input_ids[None].clone())
-        return inputs[0], labels[0]
+        # a random token that the model lacks leaves the one that stood there
+        return inputs[0].where(inputs[0] < self.vocab_size, input_ids), labels[0]
 
 
 def load_file(option: str, path: Path, split: str = "train") -> Dataset:
@@ -274,13 +292,14 @@ def text_of(
 ) -> Dataset:
     """Keep the columns of texts and labels alone, as `text`, `text_pair` and `label`, and the rows with text.
 
-    place: what the rows are called in messages, such as `the train split`.
+    A format that was set is left out: rows are texts and numbers. place: what the rows are called in messages, such as
+    `the train split`.
     """
     given = {"text_column": text_column, "text_pair_column": pair_column, "label_column": label_column}
     named = {option: column for option, column in given.items() if column is not None}
     check_columns(place, dataset, named, conversations, label_kinds)
     columns = {option.removesuffix("_column"): column for option, column in named.items()}
-    dataset = dataset.select_columns(list(columns.values()))
+    dataset = dataset.with_format(None).select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
     dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
     if not len(dataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from hf_linattn.evaluation.samples import Sample, shortened
 from hf_linattn.inference import evaluation_mode, padding_token
 from hf_linattn.report.schema import EMBEDDING
 from hf_linattn.sentence_models import SentenceModel
-from hf_linattn.training.arguments import Arguments, DataArguments
+from hf_linattn.training.arguments import Arguments, DataArguments, long_step
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
 from hf_linattn.training.classification import PaddingCollator
 from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.losses.loss_module import LossModule
+
+logger = logging.getLogger(__name__)
 
 LOOKED_AMONG = 16  # texts, for the samples of a report
 # of other tasks: what they would be of
@@ -63,18 +66,16 @@ class Embeddings(Task):
         self._wanted: Tensor | None = None
 
     def check_options(self, arguments: Arguments) -> None:
-        model, training = arguments.model, arguments.training
         given = {name: value for group in arguments for name, value in vars(group).items()}
         for name, reason in OF_OTHERS.items():
             refuse(name, given[name], reason)
         for name, default in {"ce_weight": 1.0, "temperature": 1.0}.items():
             refuse(name, given[name] if given[name] != default else None, "there are no predictions to compare")
-        refuse_chosen_layers(model)
-        weights = weights_of(arguments)
-        if not any(weights):
-            raise OptionError("cosine_weight, similarity_weight and hidden_weight are 0; nothing teaches, raise one")
-        if weights.similarity and training.per_device_train_batch_size < 2 and not any(weights[:2]):
-            raise OptionError("per_device_train_batch_size=1: one text has no others to be compared with; give 2")
+        refuse_chosen_layers(arguments.model)
+        check_weights(arguments)
+
+    def compares_rows(self, arguments: Arguments) -> bool:
+        return arguments.recipe.similarity_weight != 0
 
     @classmethod
     def select(cls, splits: DatasetDict, data: DataArguments) -> DatasetDict:
@@ -146,7 +147,31 @@ def texts_of(rows: Dataset) -> list[str]:
 
 
 def weights_of(arguments: Arguments) -> EmbeddingWeights:
-    """Return the weights of the loss; what is not said of embeddings counts once."""
-    recipe = arguments.recipe
-    cosine, similarity = (1.0 if x is None else x for x in (recipe.cosine_weight, recipe.similarity_weight))
-    return EmbeddingWeights(recipe.hidden_weight, cosine, similarity)
+    """Return the weights of the loss; what is not said counts once, similarity only where texts have others beside."""
+    recipe, usual = arguments.recipe, 1.0 if smallest_batch(arguments) > 1 else 0.0
+    cosine, similarity = recipe.cosine_weight, recipe.similarity_weight
+    return EmbeddingWeights(
+        recipe.hidden_weight, 1.0 if cosine is None else cosine, usual if similarity is None else similarity
+    )
+
+
+def smallest_batch(arguments: Arguments) -> int:
+    """Return how many texts the smallest batch of a run holds; a stage of longer ones has fewer at a time."""
+    return min(arguments.training.per_device_train_batch_size, long_step(arguments)[0])
+
+
+def check_weights(arguments: Arguments) -> None:
+    """Raise `OptionError` where nothing teaches, or texts are to be compared that come one at a time."""
+    weights, given = weights_of(arguments), arguments.recipe.similarity_weight
+    alone = smallest_batch(arguments) == 1 and given != 0
+    if alone and (given or not any(weights)):
+        longest = max(arguments.data.block_size, arguments.distillation.long_block_size or 0)
+        raise OptionError(
+            f"similarity_weight={given}: a batch of one text has no others to compare it with; give a"
+            f" per_device_train_batch_size of at least {-(-2 * longest // arguments.data.block_size)}, or"
+            " similarity_weight 0"
+        )
+    if not any(weights):
+        raise OptionError("cosine_weight, similarity_weight and hidden_weight are 0; nothing teaches, raise one")
+    if alone:
+        logger.warning("similarity_weight: 0 is taken, as a batch of one text has no others to compare it with")

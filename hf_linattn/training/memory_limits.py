@@ -11,31 +11,35 @@ from hf_linattn.memory_errors import is_out_of_memory, size_said
 from hf_linattn.training.arguments import FULL, Arguments
 from hf_linattn.training.same_run import BATCHES, step_rows
 
+REPORT = "report"  # the stage that times long texts, and trains nothing
+
 
 @contextmanager
-def naming_memory(stage: str, arguments: Arguments) -> Iterator[None]:
+def naming_memory(stage: str, arguments: Arguments, divisible: bool = True) -> Iterator[None]:
     """Turn what is raised where memory runs out into an `OptionError` that names the stage and what helps.
 
     Args:
-        stage: that runs meanwhile.
+        stage: that runs meanwhile. divisible: whether its steps may be made of smaller batches.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        less = what_continues(arguments, stage, divisible)
         raise OptionError(
             f"the stage {stage} runs out of memory, {size_said(error)}; go on from its last checkpoint, in this"
-            f" output_dir, with {what_continues(arguments)}; or begin in another one with {what_helps(arguments)}"
+            f" output_dir, with {less}; or begin in another one with {what_helps(arguments)}"
         ) from error
 
 
-def what_continues(arguments: Arguments) -> str:
-    """Name the options that make a step smaller and that a run may be continued with."""
-    training = arguments.training
-    smaller = smaller_batch(arguments)
+def what_continues(arguments: Arguments, stage: str, divisible: bool) -> str:
+    """Name the options that make a stage smaller and that a run may be continued with."""
+    training, trains = arguments.training, stage != REPORT
+    smaller = smaller_batch(arguments) if trains and divisible else None
     some = {
-        "gradient_checkpointing true": not _checkpoints(arguments),
+        f"speed_lengths below {max(arguments.recipe.speed_lengths)}": not trains,
+        "gradient_checkpointing true": trains and not _checkpoints(arguments),
         "per_device_train_batch_size {} and gradient_accumulation_steps {}".format(*smaller or (0, 0)):
             smaller is not None,
         f"per_device_eval_batch_size {training.per_device_eval_batch_size // 2}":

@@ -32,7 +32,8 @@ def run_recipe(run: TrainingRun) -> Report:
         done = run.directory.finished(stage.name) is not None
         logger.info("stage %d of %d: %s%s", place, len(stages), stage.name, ", done before" if done else "")
         where = f"{place} of {len(stages)}, {stage.name}"
-        with naming_memory(stage.name, run.arguments), saying_where_it_stopped(run, where):
+        divisible = not run.task.compares_rows(run.arguments)
+        with naming_memory(stage.name, run.arguments, divisible), saying_where_it_stopped(run, where):
             run.results[stage.name] = stage.run(run)
         gc.collect()  # its models; modules may refer to each other in a ring
     return Report.load(run.directory.path)

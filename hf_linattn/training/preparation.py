@@ -29,7 +29,7 @@ from hf_linattn.training.loading import load_task, load_texts
 from hf_linattn.training.losses.chunks import separate_head
 from hf_linattn.training.recall_rows import with_recall
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import model_digest, rows_digest
+from hf_linattn.training.same_run import TESTED, model_digest, rows_digest
 from hf_linattn.training.stages import TrainingStage, stages_of
 from hf_linattn.training.stages.positions import checked_length
 from hf_linattn.training.task import CAUSAL, TextEncoder
@@ -101,7 +101,7 @@ def prepare(
         speed_lengths=timed or [limit or data_options.block_size],
         in_memory=datasets is not None,
         held_out=is_held_out(loaded) if datasets is None else "test" not in datasets,
-        digests=digests | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()},
+        digests=digests | contents(read, task, TextEncoder(tokenizer, data_options)),
     )
     check_windows(run, limit)
     run.shared_control = shared_control(run, program, argv)
@@ -109,6 +109,12 @@ def prepare(
         if isinstance(stage, TrainingStage):
             stage.rehearse(run, model)
     return run
+
+
+def contents(read: Mapping[str, Dataset], task: Task, encoder: TextEncoder) -> dict[str, str]:
+    """Return what is recorded of the rows that a run reads: their digests, and how some test documents are chosen."""
+    tested = TESTED if task.tests_some(encoder, read["test"]) else {}
+    return tested | {f"{name}_digest": rows_digest(rows) for name, rows in read.items()}
 
 
 def long_rows(

@@ -16,7 +16,7 @@ from hf_linattn.json_files import read_object
 from hf_linattn.reading import one_line
 from hf_linattn.training.arguments import FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
-from hf_linattn.training.same_run import DIGESTS, SCORED, difference, told_difference
+from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class RunDirectory:
         )
         option = difference(own, theirs)
         if option is not None:
-            if option in DIGESTS or option in SCORED:
+            if option in DIGESTS or option in FORMERLY:
                 said = f"holds a run {told_difference(option, own, theirs)}"
             else:
                 said = f"ran with {option}={own.get(option)!r}, this run has {theirs.get(option)!r}"

@@ -21,8 +21,8 @@ ROWS = 1000  # of a data set that are read at a time
 # other batches that make steps of as many rows
 FREE = frozenset((
     # of the recipe; what a row says is compared option by option
-    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "chunk_feed_forward", "row",
-    "board",
+    "overwrite_output_dir", "plan_steps", "dry_run", "position_windows", "text_samples", "speed_lengths",
+    "chunk_feed_forward", "row", "board",
     # where results go, and whether they are continued
     "output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit", "save_on_each_node",
     # what is said meanwhile
@@ -43,7 +43,10 @@ FREE = frozenset((
     "restore_callback_states_from_checkpoint",
 ))  # fmt: skip
 
-# how a step is divided into batches
+# recorded beside the options where the loss compares the rows of a batch: another batch is another loss
+COMPARED = "compared_rows"
+
+# how a step is divided into batches; a run continues with others of as many rows, unless these are compared
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
 FORMER = {"control": FULL, "max_test_tokens": 0}  # what older runs did where they recorded nothing
@@ -56,8 +59,14 @@ DIGESTS = {
     "test_digest": ("the test texts", ("test_file", "dataset_name")),
     "long_digest": ("the longer training rows", ("train_file", "dataset_name", "tokenizer_name")),
 }
-# recorded beside the options, too, where answers alone are scored: older runs scored whole conversations
+# recorded beside the options, too: what is scored where older runs scored something else, and what that was
 SCORED = {"scored": "answers"}
+TESTED = {"tested": "evenly"}
+FORMERLY = {
+    "scored": "that scored whole conversations, where this version scores their answers alone",
+    "tested": "that scored the beginning of the test split, or of each of its documents, where this version reads"
+    " documents from all over it",
+}
 
 
 def training_options(training: FinetuningArguments) -> dict[str, Any]:
@@ -72,14 +81,15 @@ def training_options(training: FinetuningArguments) -> dict[str, Any]:
 def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the first name, by the alphabet, whose values differ; an option that is not recorded had its default.
 
-    A newer transformers, or a newer version of this library, has options that an older one had not.
+    A newer transformers, or a newer version of this library, has options that an older one had not, and more of them
+    in `FREE`.
     """
     defaults = {f.name: f.default for kind in DISTILLATION for f in dataclasses.fields(kind)}
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     rows = step_rows(started), step_rows(now)
-    same_steps = None not in rows and rows[0] == rows[1]
+    same_steps = None not in rows and rows[0] == rows[1] and not now.get(COMPARED)
     for name in sorted(started.keys() | now.keys()):
-        if same_steps and name in BATCHES:
+        if name in FREE or name == COMPARED or (same_steps and name in BATCHES):
             continue
         default = getattr(defaults.get(name), "value", defaults.get(name))
         if started.get(name, default) != now.get(name, default):
@@ -98,8 +108,8 @@ def step_rows(options: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def told_difference(name: str, started: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what is different, in terms of options: "a run with `name`=..., got ..."."""
-    if name in SCORED:
-        return "that scored whole conversations, where this version scores their answers alone"
+    if name in FORMERLY:
+        return FORMERLY[name]
     if name not in DIGESTS:
         return f"with {name}={started.get(name)!r}, got {now.get(name)!r}"
     what, options = DIGESTS[name]

@@ -14,7 +14,7 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
-from hf_linattn.evaluation.perplexity import documents_within
+from hf_linattn.evaluation.perplexity import Window, documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
 from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import reading
@@ -43,16 +43,17 @@ class LanguageModeling(Task):
         require("max_validation_tokens", data.max_validation_tokens, least, f"at least block_size={data.block_size}")
         first = first_position(model)
         rows = {
-            name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit) for name, limit in limits.items()
+            name: tokenize_and_pack(splits[name], tokenizer, data.block_size, limit, mixed=True)
+            for name, limit in limits.items()
         }
         if first:
             rows = {
                 name: dataset.map(lambda row: {"position_ids": row["position_ids"] + first})
                 for name, dataset in rows.items()
             }
-        return TrainingData(**rows, **self.collate(encoder))
+        return TrainingData(**rows, **self.collate(encoder, model))
 
-    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
+    def collate(self, encoder: TextEncoder, model: PreTrainedModel) -> dict[str, Any]:
         """Return the collators, where rows are not stacked as they are."""
         return {}
 
@@ -65,9 +66,23 @@ class LanguageModeling(Task):
         )  # fmt: skip
         return dict(found)
 
-    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+    def read_documents(self, encoder: TextEncoder, test: Dataset) -> tuple[list[Window], dict[str, int]]:
+        """Return what is read of the test documents, and what is said of it; see `documents_within`."""
         tokenizer, data = encoder
-        documents, _ = documents_within(tokenizer, test["text"], data.max_test_tokens or None, answers_of(test))
+        most = data.max_test_tokens or None
+        return documents_within(tokenizer, test["text"], most, data.block_size, answers_of(test))
+
+    def tests_some(self, encoder: TextEncoder, test: Dataset) -> bool:
+        data, tested = encoder.options, encoder.options.tested(test)
+        if super().tests_some(encoder, test):
+            return True
+        if not data.max_test_tokens or len(tested) * data.block_size <= data.max_test_tokens:
+            return False  # and nothing is tokenised for it
+        return answers_of(test) is None and "num_documents" in self.read_documents(encoder, tested)[1]
+
+    def read_tokens(self, encoder: TextEncoder, test: Dataset) -> int:
+        data = encoder.options
+        documents, _ = self.read_documents(encoder, test)
         lengths = [len(document.input_ids) for document in documents]
         step = self.stride(data) or data.block_size
         overlap = data.block_size - step
@@ -108,11 +123,11 @@ class MaskedLanguageModeling(LanguageModeling):
         refuse("position_windows", recipe.position_windows, "a masked model predicts no next token")
         refuse("long_windows", recipe.long_windows, "a masked model predicts no next token")
 
-    def collate(self, encoder: TextEncoder) -> dict[str, Any]:
-        tokenizer, data = encoder
+    def collate(self, encoder: TextEncoder, model: PreTrainedModel) -> dict[str, Any]:
+        (tokenizer, data), known = encoder, model.config.get_text_config().vocab_size
         return {
-            "collator": PackedMaskingCollator(tokenizer, data.mlm_probability),
-            "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, seed=0),
+            "collator": PackedMaskingCollator(tokenizer, data.mlm_probability, vocab_size=known),
+            "evaluation_collator": PackedMaskingCollator(tokenizer, data.eval_mlm_probability, 0, known),
         }
 
     def samples(self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, count: int) -> list[Sample]:

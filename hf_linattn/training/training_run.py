@@ -22,7 +22,7 @@ from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.run_directory import RunDirectory
-from hf_linattn.training.same_run import FREE, SCORED, training_options
+from hf_linattn.training.same_run import COMPARED, FREE, SCORED, training_options
 from hf_linattn.training.task import Task, load_model
 
 
@@ -67,7 +67,8 @@ class TrainingRun:
         named = asdict(model) | asdict(data) | asdict(recipe) | asdict(distillation)
         named = {name: value for name, value in named.items() if name not in FREE}
         scored = SCORED if data.completion_only else {}
-        return named | training_options(training) | self.digests | scored
+        compared = {COMPARED: True} if self.task.compares_rows(self.arguments) else {}
+        return named | training_options(training) | self.digests | scored | compared
 
     @cached_property
     def saved_dtype(self) -> torch.dtype | None:
@@ -120,11 +121,11 @@ class TrainingRun:
         return patch_model(self.load(), "softmax", chunk_feed_forward=self.arguments.model.chunk_feed_forward)
 
     def batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the first `count` training rows in batches, on the device of the run, masked as in validation."""
+        """Yield `count` training rows, from all over them, in batches on the device, masked as in validation."""
         training, rows = self.arguments.training, self.data.train
-        size = training.per_device_eval_batch_size
+        size, chosen = training.per_device_eval_batch_size, [i * len(rows) // count for i in range(count)]
         for first in range(0, count, size):
-            batch = self.data.evaluation_collator([rows[i] for i in range(first, min(first + size, count))])
+            batch = self.data.evaluation_collator([rows[i] for i in chosen[first : first + size]])
             yield {name: value.to(training.device) for name, value in batch.items()}
 
     def original(self) -> PreTrainedModel:
@@ -137,7 +138,7 @@ class TrainingRun:
         return validation_loss(trainee, self.data, self.arguments.training.per_device_eval_batch_size)
 
     def score(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Score the test split: its `perplexity`, and what else the task reports."""
+        """Score the test split: its `perplexity`, or `loss`, and what else the task reports."""
         return self.task.measure(self, model, self.arguments.data)
 
     @cached_property

@@ -145,6 +145,17 @@ def test_of_a_limit_every_document_has_its_share_of_first_tokens(tokenizer, text
         perplexity(model, tokenizer, texts, max_length=6, max_tokens=0)
 
 
+def test_of_a_limit_that_leaves_each_document_less_than_a_window_fewer_are_read(tokenizer, texts):
+    model, many = make_model("llama"), [" ".join(str((7 * i + n) % 60) for n in range(9)) for i in range(40)]
+    limited = perplexity(model, tokenizer, many, max_length=6, max_tokens=70, progress=False)
+    read = {"num_documents": 11, "document_tokens": 6}
+    assert {name: limited[name] for name in read} == read and limited["num_tokens"] == 11 * 5
+    chosen = [" ".join(many[(2 * i + 1) * 40 // 22].split()[:6]) for i in range(11)]
+    assert limited == {**perplexity(model, tokenizer, chosen, max_length=6, progress=False), **read}
+    few = perplexity(model, tokenizer, many, max_length=6, max_tokens=4, progress=False)
+    assert few["num_documents"] == 1 and few["document_tokens"] == 4, "more documents than tokens"
+
+
 def test_logits_that_are_many_are_made_a_few_positions_at_a_time(tokenizer, texts, monkeypatch):
     model, made = make_model("llama", "linear"), []
     whole = perplexity(model, tokenizer, texts, max_length=10, progress=False)

@@ -206,8 +206,10 @@ def test_rows_within_the_window_say_nothing():
         "input_ids": make_tokens(2, size + 3) % 30,
         "attention_mask": (torch.arange(size + 3) >= 3).long().expand(2, -1),
     }
-    with pytest.raises(DataError, match=f"batches: the longest row has {size} tokens, on which 'streaming' .* equals"):
-        choose(make_retriever(), 1, signal="divergence", batches=[short, padded])
+    packed = {**long, "position_ids": torch.arange(12)[None].expand(2, -1) % size}
+    for within in ([short, padded], [packed]):
+        with pytest.raises(DataError, match=f"batches: the longest row has {size} tokens, on which 'streaming' .* eq"):
+            choose(make_retriever(), 1, signal="divergence", batches=within)
     want, got = (
         choose(make_retriever(), 1, signal="divergence", batches=batches).record.scores
         for batches in ([long], [short, long, padded])

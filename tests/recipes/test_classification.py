@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import hf_linattn
 from hf_linattn.report import Report
 from hf_linattn.training import pipeline
+from hf_linattn.training.api import Finetuning
 from hf_linattn.training.arguments import DISTILLATION
 from tests.helpers import make_tokenizer
 from tests.models import make_model
@@ -65,7 +67,8 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     tokenizer, right = AutoTokenizer.from_pretrained(out), 0
     recovered = AutoModelForSequenceClassification.from_pretrained(out)
     assert {m.config.mechanism for m in hf_linattn.get_mechanisms(recovered).values()} == {"hedgehog"}
-    for line in files["test_file"].read_text().splitlines()[:40]:
+    lines = files["test_file"].read_text().splitlines()
+    for line in [lines[i * 50 // 40] for i in range(40)]:
         row = json.loads(line)
         with torch.no_grad():
             best = recovered(input_ids=torch.tensor([tokenizer(row["text"])["input_ids"][:12]])).logits.argmax()
@@ -76,3 +79,21 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     assert "40 texts of the test split" in (out / "report.md").read_text()
     assert [sample.recovered == sample.truth for sample in report.samples].count(True) >= 2
     assert {name for sample in report.samples for name in (sample.truth, sample.original, sample.control)} <= {*names}
+
+
+def test_errors_of_large_numbers_have_no_perplexity(tmp_path):
+    make_model("bert", "ForSequenceClassification", num_labels=1).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    rows = {"text": [f"w{5 + i} w7" for i in range(24)], "label": [20.0 + 40 * (i % 4) for i in range(24)]}
+    numbers = Dataset.from_dict(rows)
+    options = {"max_train_tokens": 96, "block_size": 12, "learning_rates": [1e-3], "speed_lengths": [8]}
+    options |= {"eval_dataset": numbers, "test_dataset": numbers, "plan_steps": 0, "control": "none"}
+    report = Finetuning(tmp_path / "model", "linear", numbers, tmp_path / "out", **options).run()
+    errors = report.squared_error
+    assert report.perplexity is None and min(errors.original, errors.recovered) > 1000, "exp of it is not finite"
+    assert report.ratio == errors.recovered / errors.original
+    assert Report.load(tmp_path / "out") == report and "Infinity" not in (tmp_path / "out/report.json").read_text()
+    written = (tmp_path / "out/report.md").read_text()
+    assert "## Mean squared error" in written and f"{errors.recovered:,.4g}" in written
+    assert "perplexity |" not in written
+    assert f"mean squared error of {errors.recovered:,.4g}" in (tmp_path / "out/README.md").read_text()

@@ -21,6 +21,7 @@ from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.classification import PaddingCollator
+from hf_linattn.training.embeddings import check_weights, weights_of
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.preparation import prepare
@@ -29,6 +30,7 @@ from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.test_finetune import command, recorded
 from tests.sentence_models import save_sentence_model
+from tests.training.test_finetuning import REQUIRED
 
 TABLE, LONG = 8, 16  # positions of the original, and of the converted model
 OPTIONS = {
@@ -202,6 +204,21 @@ def test_embeddings_are_cut_to_what_the_folder_says(tmp_path):
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
 
 
+def test_the_usual_similarity_weight_is_0_where_texts_come_one_at_a_time(caplog):
+    def weights(*flags: str) -> EmbeddingWeights:
+        arguments = parse_arguments([*REQUIRED, "--use_cpu", "true", "--block_size", "16", *flags], DISTILLATION)
+        check_weights(arguments)
+        return weights_of(arguments)
+
+    assert weights() == (0, 1, 1) and not caplog.records
+    longer = ("--long_block_size", "128", "--long_tokens", "1024", "--per_device_train_batch_size", "8")
+    for alone in (("--per_device_train_batch_size", "1"), longer):
+        caplog.clear()
+        assert weights(*alone) == (0, 1, 0) and "similarity_weight: 0 is taken" in caplog.text
+        caplog.clear()
+        assert weights(*alone, "--similarity_weight", "0") == (0, 1, 0) and not caplog.records
+
+
 def test_pairs_are_rows_of_their_own(material, tmp_path):
     flags = command(material, tmp_path, text_pair_column="title", lora_rank=2, **OPTIONS)
     run = prepare(parse_arguments(flags, DISTILLATION))
@@ -227,6 +244,9 @@ def test_pairs_are_rows_of_their_own(material, tmp_path):
         ({"layers": "auto"}, OptionError, "layers='auto': layers are chosen by what is predicted"),
         ({"cosine_weight": 0, "similarity_weight": 0}, OptionError, "nothing teaches"),
         ({"similarity_weight": -1}, OptionError, "similarity_weight must be at least 0"),
+        ({"similarity_weight": 5, "per_device_train_batch_size": 1}, OptionError, "5.0: a batch of one .* least 2, "),
+        ({"cosine_weight": 0, "per_device_train_batch_size": 1}, OptionError, "None: a batch of one text has no "),
+        ({"similarity_weight": 5, "long_block_size": 256, "long_tokens": 1024}, OptionError, "of at least 32, or sim"),
         ({"text_column": "txt"}, DataError, "text_column='txt' is not a column of the train .*; did you mean text"),
         ({"text_pair_column": "headline"}, DataError, "text_pair_column='headline' is not a column"),
     ],

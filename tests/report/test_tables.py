@@ -84,6 +84,9 @@ def test_markdown_has_the_four_models(report):
     assert "98,765 scored tokens of the answers in the test split, windows" in to_markdown(answers)
     some = dataclasses.replace(answers, evaluation=dataclasses.replace(answers.evaluation, num_documents=1234))
     assert "of the answers in 1,234 conversations of the test split, windows" in to_markdown(some)
+    limits = {"num_documents": 512, "document_tokens": 256}
+    fewer = dataclasses.replace(report, evaluation=dataclasses.replace(report.evaluation, **limits))
+    assert "of 512 documents of the test split, of each document the first 256, windows" in to_markdown(fewer)
 
 
 def test_markdown_has_the_losses_on_long_documents(report):

@@ -125,8 +125,15 @@ def test_data_sets_that_are_not_in_memory_are_refused_by_their_argument(material
 def test_options_are_those_of_the_recipe_and_checked(tmp_path):
     with pytest.raises(OptionError, match="unknown option 'learning_rte'; did you mean"):
         Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rte=1)
-    with pytest.raises(OptionError, match=r"learning_rate=0.0001: .* give Distill\(learning_rate=0.0001\)"):
+    with pytest.raises(OptionError, match=r"learning_rate=0.0001: .* give learning_rate to Distill\("):
         Distillation("gpt2", "linear", None, [Distill(8192)], tmp_path, learning_rate=1e-4)
+    for option, value, given in (
+        ("max_train_tokens", 50_000, "tokens to Distill"), ("kl_weight", 3.0, "kl_weight to Distill"),
+        ("block_size", 64, "block_size to Distill"), ("learning_rates", [0.1], "learning_rate to Distill"),
+        ("calibration_tokens", 0, "tokens to Calibrate"), ("long_block_size", 64, "block_size to Lengthen"),
+    ):  # fmt: skip
+        with pytest.raises(OptionError, match=f"^{option}=.*: stages have their own; give {given}"):
+            Distillation("gpt2", "linear", None, [Calibrate(64), Distill(8192)], tmp_path, **{option: value})
     for name, argument in {"train_file": "train", "validation_file": "eval", "test_file": "test"}.items():
         with pytest.raises(OptionError, match=f"{name}='rows.jsonl': .* load it and give {argument}_dataset="):
             Finetuning("gpt2", "linear", None, tmp_path, **{name: "rows.jsonl"})

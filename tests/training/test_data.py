@@ -20,6 +20,7 @@ from hf_linattn.training.data import (
     is_held_out,
     load_file,
     load_text_splits,
+    text_of,
     text_splits,
     tokenize_and_pack,
 )
@@ -128,6 +129,17 @@ def test_packing_that_leaves_no_row_is_an_error(documents, causal_tokenizer, opt
         tokenize_and_pack(documents, causal_tokenizer, **options)
 
 
+def test_what_a_limit_leaves_of_a_sorted_text_is_from_all_over_it(causal_tokenizer):
+    texts = Dataset.from_dict({"text": ["1 2 3 4 5 6"] * 200 + ["7 8 9 10 11 12"] * 200})
+    first, mixed, whole = (
+        tokenize_and_pack(texts, causal_tokenizer, BLOCK_SIZE, limit, mixed=mixed)
+        for limit, mixed in ((1280, False), (1280, True), (10_000, True))
+    )
+    later = [torch.stack([*rows["input_ids"]]) > VOCABULARY["6"] for rows in (first, mixed, whole)]
+    assert not later[0].any() and 0.3 < later[1].sum() / 1280 < 0.5
+    assert torch.equal(whole["input_ids"][:], tokenize_and_pack(texts, causal_tokenizer, BLOCK_SIZE)["input_ids"][:])
+
+
 def test_masking_keeps_restarts_and_labels_only_what_it_chose(documents, masked_tokenizer):
     rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
     torch.manual_seed(0)
@@ -160,6 +172,17 @@ def test_unseeded_masks_differ_each_time(documents, masked_tokenizer):
     rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
     collator = PackedMaskingCollator(masked_tokenizer, mlm_probability=0.5)
     assert not torch.equal(collator(rows)["labels"], collator(rows)["labels"])
+
+
+def test_no_token_is_drawn_that_the_model_lacks(documents):
+    larger = make_tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+    known = len(larger)
+    rows = [row for row in tokenize_and_pack(documents, larger, BLOCK_SIZE)] * 4
+    larger.add_tokens([f"<extra{i}>" for i in range(1000)])
+    batch = PackedMaskingCollator(larger, mlm_probability=1.0, vocab_size=known)(rows)
+    assert int(batch["input_ids"].max()) < known and bool((batch["labels"] != -100).any())
+    with pytest.raises(DataError, match=f"has the number {VOCABULARY['[MASK]']}, beyond the 2 tokens of the model"):
+        PackedMaskingCollator(larger, vocab_size=2)
 
 
 def test_a_tokenizer_without_a_mask_token_cannot_mask(causal_tokenizer):
@@ -202,6 +225,14 @@ def test_parquet_and_another_column(tmp_path):
     Dataset.from_dict({"body": ["kept", "", None, "  "], "text": ["not"] * 4}).to_parquet(path)
     splits = load_text_splits(train_file=path, validation_file=path, test_file=path, text_column="body")
     assert list(splits["train"]["text"]) == ["kept"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "pandas", "arrow"])
+def test_a_format_that_was_set_changes_no_text_and_no_label(kind):
+    rows = Dataset.from_dict({"text": ["one", " ", "two", "three"], "label": [0, 1, 2, 1]})
+    plain, formatted = (text_of("it", data, "text", "label") for data in (rows, rows.with_format(kind)))
+    assert formatted["text"][:] == plain["text"][:] == ["one", "two", "three"]
+    assert formatted["label"][:] == plain["label"][:] == [0, 2, 1]
 
 
 def test_missing_held_out_splits_are_cut_from_training_without_overlap(tmp_path):

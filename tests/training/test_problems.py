@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -13,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
-from hf_linattn.training.arguments import DataArguments, RecipeArguments, parse_arguments
+from hf_linattn.sentence_models import CONFIG_FILE, PAIRS
+from hf_linattn.training.arguments import DISTILLATION, DataArguments, RecipeArguments, parse_arguments
 from hf_linattn.training.classification import class_weights
 from hf_linattn.training.finetuning import validation_loss
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
@@ -60,6 +62,8 @@ def test_several_labels_are_yes_or_no_each():
     assert validation_loss(model, data, 3) == pytest.approx(loss / 8, rel=1e-5)
     with pytest.raises(DataError, match=r"label 'd' is none of the model's 3 classes"):
         rows_of(model, [["a"], ["d"]] * 4)
+    with pytest.raises(DataError, match="label: 2 of 8 texts have no list of labels; leave them out, or give an"):
+        rows_of(model, [*labels[:6], None, None])
     with pytest.raises(DataError, match=r"label \[0.0, 2.0, 1.0\] is no list of 3 numbers"):
         rows_of(model, [[0.0, 2.0, 1.0]] * 8)
     for wrong in ([0, 1, 0], [False, True, True], [True, False], ["a", "b", "a"]):
@@ -208,7 +212,7 @@ def test_texts_that_cannot_be_learnt_from_are_named():
     with pytest.raises(DataError, match="label: all 8 texts of the train split have 1; give texts of the others"):
         rows_of(model, [1] * 8)
     with pytest.raises(DataError, match="label: all 2 texts of the test split have 0; shuffle the test texts"):
-        rows_of(model, [0, 0, 1, 0, 1, 0, 1, 1], data=DataArguments(block_size=12, max_test_documents=2))
+        rows_of(model, [0, 1, 1, 0, 0, 1, 0, 1], data=DataArguments(block_size=12, max_test_documents=2))
     cut = {tokens: DataArguments(block_size=12, max_validation_tokens=tokens) for tokens in (12, 24, 48)}
     assert set(rows_of(model, [0, 0, 0, 0, 1, 1, 1, 1], data=cut[48]).validation["labels"][:].tolist()) == {0, 1}
     assert len(rows_of(model, [0, 0, 0, 0, 1, 1, 1, 1], data=cut[12]).validation) == 1, "one text is no one class"
@@ -248,6 +252,39 @@ def test_a_data_set_that_numbers_its_classes_otherwise_is_read_by_their_names():
     missing = texts.cast_column("label", ClassLabel(names=["a", "b", "c"])).map(lambda row: {"label": -1})
     with pytest.raises(DataError, match="label -1 is none of the model's 3 classes"):
         CLASSIFICATION.encode(missing, encoder, config)
+
+
+def test_class_numbers_that_mean_other_classes_in_each_split_are_refused():
+    unnamed, named = (make_model("bert", HEAD, num_labels=3, **names) for names in ({}, NAMES))
+    splits = {"train": ["a", "b", "c", "a"] * 2, "test": ["b", "c", "b", "c"] * 2}
+    splits = {split: Dataset.from_dict({"text": TEXTS, "label": labels}) for split, labels in splits.items()}
+    splits = {split: texts.class_encode_column("label") for split, texts in splits.items()}
+    splits["validation"], options = splits["train"], DataArguments(block_size=12)
+    encoder = TextEncoder(make_tokenizer(), options)
+    with pytest.raises(DataError, match="numbers of the train split mean a, b, c, those of the test split b, c, and"):
+        CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
+    CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, named, 96)
+    splits["test"] = splits["test"].cast_column("label", ClassLabel(names=["a", "b"]))
+    CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
+
+
+@pytest.mark.parametrize("activation", ["torch.nn.modules.activation.Sigmoid", "torch.nn.Identity", None])
+def test_labels_teach_no_cross_encoder_whose_scores_come_out_of_an_activation(tmp_path, activation):
+    def check(*flags: str) -> None:
+        given = ["--model_name_or_path", str(tmp_path), *REQUIRED[2:], "--use_cpu", "true", *flags]
+        PROBLEMS["regression"].check_options(parse_arguments(given, DISTILLATION))
+
+    (tmp_path / "config.json").write_text("{}")
+    check()
+    older = {"sbert_ce_default_activation_function": activation}
+    for file, kind in (("config.json", older), (CONFIG_FILE, {"model_type": PAIRS, "activation_fn": activation})):
+        (tmp_path / file).write_text(json.dumps(kind))
+        if "Identity" in str(activation) or (activation is None and file == "config.json"):
+            check()
+            continue
+        with pytest.raises(OptionError, match=r"CrossEncoder .* 'torch.nn.modules.activation.Sigmoid'; the squared"):
+            check()
+        check("--kl_weight", "1", "--ce_weight", "0", "--control", "none")
 
 
 def test_options_of_classifiers_are_refused_elsewhere():

@@ -15,20 +15,26 @@ from hf_linattn.training.arguments import (
     DataArguments,
     DistillationArguments,
     FinetuningArguments,
+    ModelArguments,
+    RecipeArguments,
     parse_arguments,
 )
-from hf_linattn.training.memory_limits import smaller_batch
+from hf_linattn.training.memory_limits import naming_memory, smaller_batch
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.same_run import (
     BATCHES,
+    COMPARED,
     FREE,
     SCORED,
+    TESTED,
     difference,
     model_digest,
     rows_digest,
     training_options,
 )
+from hf_linattn.training.task import CAUSAL, CLASSIFICATION, TextEncoder
 from hf_linattn.training.training_run import TrainingRun
+from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.training.test_finetuning import REQUIRED, make_training
 
@@ -73,6 +79,9 @@ def test_a_step_may_be_divided_into_other_batches_if_it_has_as_many_rows(tmp_pat
 
     assert difference(recorded(4, 1), recorded(2, 2)) is None
     assert difference(recorded(4, 1), recorded(2, 1)) == "per_device_train_batch_size"
+    for started in ({}, {COMPARED: True}):  # older runs did not record it
+        assert difference(recorded(4, 1, **started), recorded(2, 2, **{COMPARED: True})) in BATCHES
+        assert difference(recorded(4, 1, **started), recorded(4, 1, **{COMPARED: True})) is None
     longer = {"block_size": 512, "long_block_size": 2048}
     assert difference(recorded(8, 1, **longer), recorded(4, 2, **longer)) is None
     # of the longer rows one is the least, which then are twice as many in a step
@@ -92,6 +101,20 @@ def test_a_run_goes_on_with_the_smaller_batches_that_are_named_where_memory_ran_
     found = smaller_batch(Arguments(None, DataArguments(block_size=512), None, started, distillation))
     assert found == expected
     assert (difference(training_options(started) | rows, training_options(now) | rows) is None) is bool(expected)
+
+
+def test_a_report_that_ran_out_of_memory_goes_on_with_shorter_texts_to_time(tmp_path):
+    recipe = RecipeArguments(speed_lengths=[256, 2048])
+    model = ModelArguments(model_name_or_path="m", mechanism="linear")
+    others = make_training(tmp_path), DistillationArguments()
+    arguments = Arguments(model, DataArguments(), recipe, *others)
+    with pytest.raises(OptionError, match=r"stage report runs .* with speed_lengths below 2048, or per_device_eval"):
+        with naming_memory("report", arguments):
+            raise MemoryError("Unable to allocate 16 GiB")
+    with pytest.raises(OptionError, match="with gradient_checkpointing true, or per_device_eval_batch_size"):
+        with naming_memory("recovered_training", arguments, divisible=False):
+            raise MemoryError("Unable to allocate 16 GiB")
+    assert difference({"speed_lengths": [256, 2048], "seed": 1}, {"seed": 1}) is None, "older runs recorded it"
 
 
 def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):
@@ -132,10 +155,27 @@ def test_other_content_is_refused_in_terms_of_the_options(tmp_path, digest, opti
         run.open({**options, digest: "2"})
 
 
+def test_a_run_that_tested_the_first_documents_does_not_go_on_with_others(tmp_path):
+    older = training_options(make_training(tmp_path))
+    run = RunDirectory(tmp_path, make_training(tmp_path))
+    run.open(older)
+    with pytest.raises(OptionError, match=r"holds a run that scored the beginning of the test split, .* output_dir"):
+        run.open(older | TESTED)
+    texts, encoder = Dataset.from_dict({"text": ["w7"] * 8}), TextEncoder(make_tokenizer(), DataArguments())
+    tested = encoder.options.tested
+    for task in (CAUSAL, CLASSIFICATION):
+        assert not task.tests_some(encoder, texts)
+        assert task.tests_some(encoder._replace(options=DataArguments(max_test_documents=3)), texts)
+    assert not CAUSAL.tests_some(encoder._replace(options=DataArguments(max_test_tokens=16, stride=1)), texts)
+    assert CAUSAL.tests_some(encoder._replace(options=DataArguments(max_test_tokens=4, block_size=8)), texts)
+    encoder.options.max_test_documents = 3
+    assert [row["row"] for row in tested(Dataset.from_dict({"row": range(8)}))] == [0, 2, 5]
+
+
 def test_a_run_that_scored_whole_conversations_does_not_go_on_with_scores_of_answers(tmp_path):
     def options(*flags: str) -> dict:
         arguments = parse_arguments([*REQUIRED, "--use_cpu", "true", *flags])
-        return TrainingRun(arguments, "", None, None, None, {}, None, None, 0, []).options
+        return TrainingRun(arguments, "", None, None, CAUSAL, {}, None, None, 0, []).options
 
     assert options().keys().isdisjoint(SCORED)
     now = options("--completion_only", "true")

@@ -136,7 +136,7 @@ def models(report: Report) -> Section:
     shown = [Table(heads, tables.model_rows(report), 1, "Four models on the same texts", True, "recovered")]
     if report.windows:
         caption = f"Beside windows of the same bytes. {tables.WINDOW_NOTE}"
-        shown.append(Table(tables.WINDOW_HEADS, tables.window_rows(report), 1, caption))
+        shown.append(Table(tables.window_heads(report), tables.window_rows(report), 1, caption))
     return Section("models", "Quality", [tables.how_measured(report)], shown)
 
 

@@ -71,12 +71,14 @@ class DataArguments:
         default=0.15, metadata={"help": "The same in validation and test: perplexities compare at equal shares only."}
     )
     max_validation_tokens: int | None = field(default=None, metadata={"help": "Use at most that many for validation."})
-    max_test_documents: int | None = field(default=None, metadata={"help": "Use at most that many test documents."})
+    max_test_documents: int | None = field(
+        default=None, metadata={"help": "Use at most that many test documents, from all over the split."}
+    )
     max_test_tokens: int = field(
         default=131_072,
         metadata={
-            "help": "Score language models on at most that many, the first of each test document, of conversations"
-            " whole ones; 0: all."
+            "help": "Score language models on at most that many: the first of each test document, of fewer documents"
+            " where block_size tokens of each would be more, of conversations whole ones; 0: all."
         },
     )
     stride: int | None = field(
@@ -107,9 +109,9 @@ class DataArguments:
         require("stride", self.stride, (self.stride or 1) < self.block_size, f"below block_size={self.block_size}")
 
     def tested(self, test: Dataset) -> Dataset:
-        """Return the documents of the test split that are measured on."""
-        count = self.max_test_documents
-        return test.select(range(min(len(test), count))) if count else test
+        """Return the documents of the test split that are measured on, from all over it: it may be sorted."""
+        count = min(len(test), self.max_test_documents or len(test))
+        return test if count == len(test) else test.select([place * len(test) // count for place in range(count)])
 
 
 def _weights(given: Any) -> Any:

@@ -22,6 +22,7 @@ from hf_linattn.evaluation import (
     without_far_keys,
 )
 from hf_linattn.evaluation.label_metrics import METRICS as OF_LABELS
+from hf_linattn.evaluation.label_metrics import REGRESSION
 from hf_linattn.evaluation.samples import Sample
 from hf_linattn.inference import set_aside
 from hf_linattn.report import (
@@ -32,6 +33,7 @@ from hf_linattn.report import (
     Perplexities,
     ReadingRow,
     Report,
+    SquaredErrors,
     Stage,
     TextSample,
     Training,
@@ -98,6 +100,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     named = (None, None) if context.in_memory else (data_options.dataset_name, data_options.dataset_config_name)
     searched = max(len(options.learning_rates or ()), len(options.control_learning_rates or ())) > 1
     classified = "accuracy" in scores["recovered"]
+    regressed = problem_of(context) == REGRESSION
     return Report(
         base_model=model_options.model_name_or_path or "",
         mechanism="+".join(mechanism_names({"": get_patch_config(model)})) or "softmax",
@@ -105,15 +108,16 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         data=data_said(context),
         dataset_name=named[0],
         dataset_config_name=named[1],
-        perplexity=Perplexities(**{name: score.get("perplexity") for name, score in scores.items()}),
-        accuracy=Accuracies(**{name: score.get("accuracy") for name, score in scores.items()}) if classified else None,
+        perplexity=None if regressed else Perplexities(**by_model(scores, "perplexity")),
+        squared_error=SquaredErrors(**by_model(scores, "loss")) if regressed else None,
+        accuracy=Accuracies(**by_model(scores, "accuracy")) if classified else None,
         metrics=metric_rows(scores),
         readings=reading_rows(context),
         evaluation=Evaluation(
             data_options.block_size,
             scores["recovered"]["num_tokens"],
             context.task.stride(data_options),
-            getattr(context.task, "problem", None),
+            problem_of(context),
             scores["recovered"].get("document_tokens"),
             context.held_out,
             data_options.completion_only,
@@ -138,7 +142,7 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
         speed=tuple(measure_speed(model, context.speed_lengths)),
         memory=tuple(measure_memory(model, context.speed_lengths)),
         constant_bytes=results["window"].get("constant_bytes"),
-        windows=tuple(window_row(results[stage], trained) for stage, trained in WINDOWS.items() if results.get(stage)),
+        windows=tuple(window_row(context, stage, trained) for stage, trained in WINDOWS.items() if results.get(stage)),
         samples=read_samples(context, model),
     )
 
@@ -156,8 +160,23 @@ def data_said(context: TrainingRun) -> str:
 def metric_rows(scores: Mapping[str, Any]) -> tuple[MetricRow, ...]:
     """Return the metrics of the four models, by metric."""
     names = [name for name in METRICS if name in scores["recovered"]]
-    by_model: dict[str, Any] = {name: {model: score.get(name) for model, score in scores.items()} for name in names}
-    return tuple(MetricRow(name, **values) for name, values in by_model.items())
+    return tuple(MetricRow(name, **by_model(scores, name)) for name in names)
+
+
+def by_model(scores: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a number of each of the four models; None for one that there is not."""
+    return {model: score.get(name) for model, score in scores.items()}
+
+
+def problem_of(context: TrainingRun) -> str | None:
+    """Return what a classifier or an embedding model is for; None for language models."""
+    return getattr(context.task, "problem", None)
+
+
+def score_of(context: TrainingRun, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the perplexity of a stage that scored a model; of a regression its squared error, which is its loss."""
+    regressed = problem_of(context) == REGRESSION
+    return {"perplexity": None, "squared_error": result["loss"]} if regressed else {"perplexity": result["perplexity"]}
 
 
 def reading_rows(context: TrainingRun) -> tuple[ReadingRow, ...]:
@@ -168,18 +187,19 @@ def reading_rows(context: TrainingRun) -> tuple[ReadingRow, ...]:
     strides = {"cut": None, "windows": context.windows.step}
     return tuple(
         ReadingRow(
-            reading, context.windows.length, strides[reading], score["perplexity"],
-            {name: score[name] for name in METRICS if name in score},
+            reading, context.windows.length, strides[reading],
+            metrics={name: score[name] for name in METRICS if name in score}, **score_of(context, score),
         )
         for reading, score in found.items()
     )  # fmt: skip
 
 
-def window_row(result: Mapping[str, Any], trained: bool) -> WindowRow:
+def window_row(context: TrainingRun, stage: str, trained: bool) -> WindowRow:
     """Return what a window came to."""
+    result = context.results[stage]
     (options,) = result["plan"].values()
     sizes = options["window_size"], options["num_sink_tokens"], result["bytes"]
-    return WindowRow(*sizes, trained, result["perplexity"])
+    return WindowRow(*sizes, trained, **score_of(context, result))
 
 
 def tried(training: Mapping[str, Any]) -> tuple[float, ...]:
