@@ -239,6 +239,16 @@ def test_models_of_unlike_positions_have_the_same_prompts(original, converted, u
     assert "lengths must be at most 256, the positions that the models have, got 257" in longer
 
 
+def test_windows_have_all_positions_where_there_are_fewer_than_by_default(unlike, tmp_path):
+    (tmp_path / "text.txt").write_text(words(600, 3))
+    asked = unlike["256"], tmp_path / "text.txt", "--output", tmp_path / "found.json"
+    rows = json.loads(run(*asked, "--suite", "language", "--original", unlike["512"], "--json"))["rows"]
+    assert {tuple(row["prompt_tokens"]) for row in rows} == {(256, 256, 256)}
+    longer = run(*asked, "--suite", "language", "--max-length", 257, code=1)
+    assert "max_length must be at most 256, the positions that the models have, got 257" in longer
+    assert json.loads(run(*asked[:2], "--json"))["num_tokens"] > 256
+
+
 def test_models_measured_on_other_items_are_refused(options, tokenizer):
     model, fewer = make_model("llama", max_position_embeddings=256), dataclasses.replace(options, num_windows=2)
     measured = {
