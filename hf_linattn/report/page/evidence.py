@@ -51,7 +51,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Recall:
-    """Shares of answers that a model wrote, mean over prompts: by (depth, length) and by (test, length)."""
+    """Shares of answers that a model wrote, mean over tests: by (depth, length) and by (test, length)."""
 
     model: str
     by_depth: Mapping[tuple[DEPTH, int], float]
@@ -123,10 +123,11 @@ def losses_by_position(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapp
 
 
 def _means(rows: Sequence[Mapping[str, Any]], role: str, key: Any) -> dict[Any, float]:
+    """Return the means over the tests of what a model recalled, each test as heavy as any other, by a key of rows."""
     values: dict[Any, list[float]] = defaultdict(list)
     for row in rows:
         if row.get(role):
-            values[key(row)] += [row[role]["value"]] * row["num_items"]
+            values[key(row)].append(row[role]["value"])
     return {place: fmean(own) for place, own in values.items()}
 
 
