@@ -128,7 +128,7 @@ def _rows(file: Path, option: str, column: str) -> list[str]:
 def _whole(file: Path, option: str) -> str:
     require_file(option, file)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # of Notepad, too
     except (OSError, UnicodeDecodeError) as error:
         message = f"{option}={str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
         raise DataError(message) from error
