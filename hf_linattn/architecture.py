@@ -235,6 +235,15 @@ def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> 
     }
 
 
+def sees_ahead(model: PreTrainedModel) -> bool:
+    """Whether every self-attention layer of a model is bidirectional, as far as they can be described."""
+    try:
+        layers = describe_layers(model, self_attention_modules(model))
+    except UnsupportedModelError:
+        return False
+    return not any(layer.causal for layer in layers.values())
+
+
 def describe_layer(
     index: int, module: nn.Module, model: PreTrainedModel, rotation: Rotation | None = None
 ) -> AttentionLayer:

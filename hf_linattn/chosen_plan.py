@@ -160,7 +160,7 @@ def read_plan_file(path: Path, *others: str) -> Plan | ChosenPlan:
     """
     remedy = "give " + ", or ".join([*others, "a JSON file with a plan, as plan.json beside a model made by --keep"])
     with reading("plan", path, remedy):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # of Notepad, too
         content = json.loads(text)
     if isinstance(content, dict) and "format_version" in content:
         return ChosenPlan.from_json(text)

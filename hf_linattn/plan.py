@@ -45,9 +45,14 @@ class PatchConfig:
     cross: PatchConfig | None = None
 
     @property
+    def converted(self) -> list[int]:
+        """Which self-attention layers do not keep their softmax in all heads."""
+        return sorted(index for index, layer in self.layers.items() if {*names_in_layer(layer)} != {KEPT})
+
+    @property
     def count(self) -> int:
-        """How many layers do not keep their softmax."""
-        return len(self.layers) + (0 if self.cross is None else self.cross.count)
+        """How many layers do not keep their softmax, those that attend to an encoder's tokens among them."""
+        return len(self.converted) + (0 if self.cross is None else self.cross.count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: layers with equal options are one group, and the format version is stamped."""
@@ -281,6 +286,12 @@ def heads_plan(entries: Sequence[PlanEntry]) -> dict[str, Any] | list[dict[str, 
         {"mechanism": entry.mechanism, "heads": entry.places.get("heads"), "options": entry.options}
         for entry in entries
     ]
+
+
+def names_in_layer(layer: MechanismConfig) -> list[str]:
+    """Return the mechanism of a layer, or those of its heads."""
+    plan = getattr(layer, "plan", None) if layer.mechanism == "by_head" else None
+    return [layer.mechanism] if plan is None else [entry.mechanism for entry in read_entries(plan, ("heads",))]
 
 
 def softmax_beside_states(converted: Collection[int], sharing: Iterable[Collection[int]]) -> list[dict[str, Any]]:

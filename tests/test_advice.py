@@ -224,16 +224,17 @@ def test_a_plan_that_can_no_longer_be_recommended_is_asked_no_further_and_its_co
 
 
 def test_the_command_prints_a_table_and_the_command_that_makes_the_plan(monkeypatch, tmp_path):
-    trials = (make_trial("a", 0.9, 0.0123, 50), make_trial("b", 1.0, 0.04, 20))
-    trials += (replace(trials[0], name="c", recall=0.0, prompts=2, speed=None, step_seconds=None),)
+    trials = (make_trial("softmax every 4th + streaming", 0.9, 0.0123, 50), make_trial("b", 1.0, 0.04, 20))
+    trials += (replace(trials[0], name="c", recall=0.0, prompts=2, speed=None, step_seconds=None, loss_error=12.3456),)
     found = Advice(512, 3.0, 1.0, trials, "b", Settings(recovery_tokens=2048 * 3600))
     monkeypatch.setattr(advice, "advise", lambda *_, **__: found)
     (tmp_path / "text.txt").write_text("some text")
     command = ["advise", LLAMA, "--text", str(tmp_path / "text.txt")]
-    printed = CliRunner().invoke(app, command, env={"COLUMNS": "120"}).stdout
-    parts = ("+0.012", "50.0%", "20.0%", "0 of 2", "of LoRA in float32", f"hf-linattn convert {LLAMA}")
-    for part in (*parts, "recommended: b"):
-        assert part in printed, part
+    printed = CliRunner().invoke(app, command, env={"COLUMNS": "80"}).stdout
+    parts = ("+0.012 ±12.346", "50.0%", "20.0%", "0 of 2", "LoRA in float32", f"hf-linattn convert {LLAMA}")
+    for part in (*parts, "softmax every 4th + streaming", "9 of 10", "recommended: b"):
+        assert part in " ".join(printed.split()), part
+    assert len([line for line in printed.splitlines() if " of 10" in line or " of 2" in line]) == len(trials)
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert document["recommended"] == "b" and document["command"] == found.command(LLAMA)
     assert found.recovery_seconds(trials[1]) == 3600

@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 
 import hf_linattn
 from hf_linattn import list_mechanisms
+from hf_linattn.chosen_plan import read_plan_file
 from hf_linattn.cli import app
+from hf_linattn.cli.common import read_texts
 from hf_linattn.command_errors import exit_with_one_line
 from hf_linattn.evaluation import perplexity
 from hf_linattn.hub import load_checkpoint
@@ -27,6 +29,7 @@ from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.saved_config import unfinished
 from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import pipeline
+from hf_linattn.training.data import load_file
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.conftest import quick_reports
@@ -385,3 +388,11 @@ def test_memory_that_runs_out_ends_a_command_with_one_line_and_no_other_fault_do
     fault = RuntimeError("shapes do not match")
     monkeypatch.setattr(pipeline, "main", Mock(side_effect=fault))
     assert CliRunner().invoke(app, ["finetune"]).exception is fault
+
+
+def test_the_mark_that_notepad_puts_before_a_text_is_not_read(tmp_path):
+    text, plan = tmp_path / "text.txt", tmp_path / "plan.json"
+    text.write_text("w5 w6", encoding="utf-8-sig")
+    plan.write_text('{"linear": 0}', encoding="utf-8-sig")
+    assert read_texts([text]) == list(load_file("files", text)["text"]) == ["w5 w6"]
+    assert read_plan_file(plan) == {"linear": 0}

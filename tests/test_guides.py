@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
+from hf_linattn.cli import app
 from hf_linattn.report import Report
 from tests import readme_commands
-from tests.test_project import ROOT, read
+from tests.test_project import PAGES, ROOT, read, relative
 
 RUNS = {"long-classifiers": "runs/files-local", "long-embeddings": "runs/embeddings-hedgehog"}
+ABOUT = {"CHANGELOG.md", "docs/command-line.md"}  # pages about commands, whose lines are none
+COMMAND = re.compile(r"^(?:    )?hf-linattn (\S.*)", re.M)
 BLOCK = re.compile(r"(?P<before>[^\n]*)\n\n```(?P<language>python|sh)\n(?P<code>.*?)^```", re.M | re.S)
 
 
@@ -60,6 +65,22 @@ def test_commands_and_their_times_are_read_from_a_page():
     late = [readme_commands.Done(step, 100, 0, "").late() for step in readme_commands.steps(page)]
     assert late == [False, True, False, True]
     assert len([*readme_commands.steps(read("README.md"))]) > 10
+
+
+def commands() -> list[str]:
+    """Return what follows the program's name on lines of their own, of all pages."""
+    texts = [read(relative(page)).replace("\\\n", " ") for page in PAGES if relative(page) not in ABOUT]
+    return sorted({said for text in texts for said in COMMAND.findall(text)})
+
+
+@pytest.mark.parametrize("said", commands())
+def test_a_command_on_a_page_can_be_read(said):
+    command, context, words = typer.main.get_command(app), None, shlex.split(said, comments=True)
+    name = "hf-linattn"
+    while hasattr(command, "resolve_command"):
+        context = command.make_context(name, [*words], parent=context)
+        name, command, words = command.resolve_command(context, words)
+    command.make_context(name, words, parent=context)  # raises what a shell would be told
 
 
 @pytest.mark.slow

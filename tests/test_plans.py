@@ -77,6 +77,14 @@ def test_other_layers_have_other_heads():
     assert survives_json(config)
 
 
+def test_layers_that_a_plan_gives_softmax_are_not_converted():
+    kept = [{"mechanism": "softmax", "layers": 1}, {"mechanism": "softmax", "layers": 2, "heads": "0-1"}]
+    config = PatchConfig.from_plan([{"mechanism": "linear", "layers": 0, "heads": 1}, *kept], num_layers=4)
+    assert (config.converted, config.count, len(config.layers)) == ([0], 1, 3)
+    across = PatchConfig(config.layers, 4, cross=PatchConfig.from_plan({"linear": 0, "softmax": 1}, num_layers=2))
+    assert across.count == 2
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_each_group_of_heads_has_its_own_options(causal):
     case = Case("by_head", "gpt2", causal, {"plan": BY_HEAD})

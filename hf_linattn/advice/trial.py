@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from ..cache import state_bytes
 from ..calibration import calibrate, what_is_fitted
 from ..evaluation.next_token import token_losses
+from ..evaluation.paired import half_width
 from ..evaluation.recall import RecallPrompt, answer_prompts
 from ..evaluation.speed import SpeedRow, measure_speed, prefill_cache, random_input_ids
 from ..inference import evaluation_mode
@@ -131,7 +132,7 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material,
         found = answered(model, material, least)
         state = state_size(model, material.length)
     increase = losses - material.original_losses
-    error = 1.96 * float(increase.std()) / math.sqrt(len(increase)) if len(increase) > 1 else math.inf
+    error = half_width(increase.tolist()) if len(increase) > 1 else math.inf
     return Trial(
         name, plan, float(losses.mean()), float(increase.mean()), error, math.fsum(found) / len(found), len(found),
         state, material.original_state_bytes, fitted, seconds=time.perf_counter() - start,

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
-from ..config import MechanismConfig
 from ..markdown import markdown_table
-from ..plan import KEPT, PatchConfig, read_entries
+from ..plan import KEPT, PatchConfig, names_in_layer
 from ..registry import MECHANISMS
 from .base import Base
 from .loading import PIPELINE_TAGS, WRITTEN, library_of, loading_lines, packages_of
@@ -127,12 +126,6 @@ def sources(mechanisms: Sequence[str]) -> str:
 def mechanism_names(patches: Mapping[str, PatchConfig]) -> list[str]:
     """Return the mechanisms that do not keep softmax, those that serve single heads among them."""
     return sorted({name for config in patches.values() for name in _names(config)} - {KEPT})
-
-
-def names_in_layer(layer: MechanismConfig) -> list[str]:
-    """Return the mechanism of a layer, or those of its heads."""
-    plan = getattr(layer, "plan", None) if layer.mechanism == "by_head" else None
-    return [layer.mechanism] if plan is None else [entry.mechanism for entry in read_entries(plan, ("heads",))]
 
 
 def _names(config: PatchConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.markup import escape
 
 from ..console_table import console_table
@@ -34,10 +35,11 @@ def advise(
         settings = Settings(recovery_tokens=recovery_tokens, prompts=prompts)
         found = find(loaded, read_tokenizer("model", model), texts, length, settings=settings, progress=not as_json)
     table = console_table(
-        "plan", "loss", "recall", "state", "prompt", "token", "recovery", title=f"{model} at {length:,} tokens",
+        "plan", "loss", "recall", "state", "prompt", "token", "hours", numbers=True, box=box.SIMPLE, padding=0,
+        show_edge=False, title=f"{model} at {length:,} tokens",
         caption=f"loss: nats more than softmax's {found.original_loss:.3f}; recall: of prompts, softmax has"
-        f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; recovery: hours"
-        f" of LoRA in {str(loaded.dtype).removeprefix('torch.')}; -: not measured of what recalls too little",
+        f" {found.original_recall:.0%}; state: of softmax's bytes; prompt, token: times as fast; hours: of the"
+        f" recovery by LoRA in {str(loaded.dtype).removeprefix('torch.')}; -: not measured of what recalls too little",
     )  # fmt: skip
     for trial in found.trials:
         speed, seconds = trial.speed, found.recovery_seconds(trial)

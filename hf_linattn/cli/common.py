@@ -128,7 +128,7 @@ def _rows(file: Path, option: str, column: str) -> list[str]:
 def _whole(file: Path, option: str) -> str:
     require_file(option, file)
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # of Notepad, too
     except (OSError, UnicodeDecodeError) as error:
         message = f"{option}={str(file)!r} cannot be read as text: {error}; give a text file in UTF-8"
         raise DataError(message) from error
@@ -208,16 +208,15 @@ def placed(model: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
 
 def read_language_model(option: str, name: str, dtype: str | None) -> PreTrainedModel:
     """As `read_model`; `UnsupportedModelError` unless it predicts tokens, and so has a perplexity."""
+    from ..architecture import classifies_texts
     from ..evaluation import is_masked_language_model
 
     loaded = read_model(option, name, dtype)
     try:
         is_masked_language_model(loaded)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"{option}={name!r} was saved as {type(loaded).__name__}, which predicts no tokens and has no perplexity;"
-            " `hf-linattn eval MODEL ROWS.jsonl` scores a classifier of texts"
-        ) from error
+        rows = "; `hf-linattn eval MODEL ROWS.jsonl` scores it on rows" if classifies_texts(loaded) else ""
+        raise UnsupportedModelError(f"{option}={name!r}: {error}{rows}") from error
     return loaded
 
 

@@ -259,7 +259,7 @@ def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, bes
     config, state = conversion.patches[""], conversion.measured.state
     document = {
         "output": str(wanted.output), "model_class": type(model).__name__, "layers": config.num_layers,
-        "converted_layers": len(config.layers), "parameters": sum(x.numel() for x in model.parameters()),
+        "converted_layers": len(config.converted), "parameters": sum(x.numel() for x in model.parameters()),
         "attention": [{"attention": what, "layers": where} for what, where in layers_in_words(conversion.patches)],
         "state": state and dict(zip(("patched", "original", "length"), state, strict=True)),
         "weight_bytes": bytes_of_weights(model), "processors": beside, "written": not wanted.dry_run,
@@ -267,7 +267,7 @@ def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, bes
     if wanted.max_positions is not None:
         document["max_positions"] = wanted.max_positions
     if config.cross is not None:
-        document |= {"cross_layers": config.cross.num_layers, "converted_cross_layers": len(config.cross.layers)}
+        document |= {"cross_layers": config.cross.num_layers, "converted_cross_layers": len(config.cross.converted)}
     return document
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ..config import require
 from ..errors import CheckpointError, DataError, OptionError
 from ..reading import read_tokenizer, require_file
 from ..recipe_files import locate
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ..evaluation.suite import SuiteOptions
 
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
+LENGTH, SUITE_LENGTH = 512, 1024  # tokens of a window, where none are asked for and there are as many positions
 LONG_PROMPTS = 1000
 OUTPUT = Path("evaluation.json")
 Answer = TypeVar("Answer")
@@ -74,7 +76,9 @@ def evaluate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="a folder, or a name on the Hub, of a model or of an adapter")],
     files: Annotated[list[Path] | None, typer.Argument(help="documents; of .jsonl, .csv, ... each row is one")] = None,
-    max_length: Annotated[int | None, typer.Option(help="tokens per window; 512, in suites 1024")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="tokens per window; default: 512, in suites 1024, or all positions")
+    ] = None,
     stride: Annotated[int | None, typer.Option(help="by how many tokens windows advance; default: half")] = None,
     batch_size: Annotated[int, typer.Option(help="windows, or prompts, at once")] = 8,
     suite: Annotated[str | None, typer.Option(help="language, recall, tasks or all, in place of perplexity")] = None,
@@ -114,18 +118,19 @@ def evaluate(
         if kind in ROW_SCORES:
             document, *shown = ROW_SCORES[kind](model, files or [], max_length, batch_size, dtype, read)
         elif suite is None:
-            document, *shown = text_perplexity(model, texts, max_length or 512, stride, batch_size, dtype, not as_json)
+            document, *shown = text_perplexity(model, texts, max_length, stride, batch_size, dtype, not as_json)
         else:
             check_writable("output", output)
             options = suite_options(
-                texts=tuple(texts), length=max_length or 1024, num_windows=num_windows or None,
-                recall_tasks=names(recall), lengths=tuple(numbers("lengths", lengths)), num_samples=samples,
-                tasks=names(tasks), task_files=locate(task_files), task_dir=task_dir,
-                limit=limit or None, long_prompts=long_prompts or None, num_generated=generated,
-                batch_size=batch_size, seed=seed, progress=not as_json,
+                texts=tuple(texts), length=SUITE_LENGTH if max_length is None else max_length, num_samples=samples,
+                num_windows=num_windows or None, recall_tasks=names(recall), tasks=names(tasks), limit=limit or None,
+                lengths=tuple(numbers("lengths", lengths)), task_files=locate(task_files), task_dir=task_dir,
+                long_prompts=long_prompts or None, num_generated=generated, batch_size=batch_size, seed=seed,
+                progress=not as_json,
             )  # fmt: skip
-            paths = {"original": original, "control": control, "converted": model}
-            document, *shown = run_suite(suite, {k: path for k, path in paths.items() if path}, options, dtype)
+            beside = {"original": original, "control": control}
+            paths = {role: path for role, path in beside.items() if path} | {"converted": model}
+            document, *shown = run_suite(suite, paths, options, dtype, max_length)
     show(document, as_json, *shown, file=output if suite is not None else None)
 
 
@@ -171,25 +176,31 @@ def names(text: str | None) -> tuple[str, ...]:
 
 
 def text_perplexity(
-    model: str, texts: list[str], max_length: int, stride: int | None, batch_size: int, dtype: str | None,
+    model: str, texts: list[str], max_length: int | None, stride: int | None, batch_size: int, dtype: str | None,
     progress: bool,
 ) -> tuple[Any, ...]:
     """Return the JSON document, and what is shown in its place."""
-    from ..evaluation import perplexity
+    from ..evaluation import perplexity, position_limit
 
     if not texts:
         raise DataError("files is empty; give at least one text file, or a suite")
     loaded = read_language_model("model", model, dtype)
+    length = min(LENGTH, position_limit(loaded) or LENGTH) if max_length is None else max_length
     found = perplexity(
-        loaded, read_tokenizer("model", model), texts, max_length=max_length, stride=stride,
+        loaded, read_tokenizer("model", model), texts, max_length=length, stride=stride,
         batch_size=batch_size, progress=progress,
     )  # fmt: skip
     shown = f"perplexity {found['perplexity']:.4f} over {found['num_tokens']:,} tokens"
     return {"model": model, **found}, shown
 
 
-def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None) -> tuple[Any, ...]:
-    """Return the JSON document, and what is shown in its place; one model is in memory at a time."""
+def run_suite(
+    suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, max_length: int | None
+) -> tuple[Any, ...]:
+    """Return the JSON document, and what is shown in its place; one model is in memory at a time.
+
+    max_length: as given; None: the windows of `options`, or all positions where a model has fewer.
+    """
     from ..evaluation import side_by_side
     from ..evaluation import suite as suites
     from ..evaluation.suite_table import means_table, suite_table
@@ -201,7 +212,12 @@ def run_suite(suite: str, paths: dict[str, str], options: SuiteOptions, dtype: s
         check_tokenizer(role, paths, tokenizer)
     # before hours go into the measurements: prompts that one model has positions for are those of all
     facts = {role: ask(role, path, dtype, facts_of) for role, path in paths.items()}
-    options = dataclasses.replace(options, positions=suites.fewest(*(limit for limit, _, _ in facts.values())))
+    limit = suites.fewest(*(limit for limit, _, _ in facts.values()))
+    if max_length is None:
+        options = dataclasses.replace(options, length=min(options.length, limit or options.length))
+    elif limit is not None and "language" in chosen:
+        require("max_length", max_length, max_length <= limit, f"at most {limit}, the positions that the models have")
+    options = dataclasses.replace(options, positions=limit)
     _, window, place = facts["converted"]
     provenance = collect_provenance(options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", **place)
     measured = {

@@ -40,7 +40,7 @@ class Texts:
         for text, half in zip(self.whole, self.queries, strict=False):
             if not half.strip():
                 raise DataError(
-                    f"the text {text[:SHOWN]!r} has one word, and so no first half to find its second by; leave it"
+                    f"the text {text[:SHOWN]!r} is too short to have a first half to find its second by; leave it"
                     " out, or give pairs with text_pair_column"
                 )
 

@@ -10,6 +10,11 @@ from statistics import fmean, stdev
 from ..config import require, require_finite
 from .recall.measure import Z, wilson_interval
 
+# Student's quantile for 95 %: of one to four degrees of freedom; of more, the terms of Cornish and Fisher's expansion
+# about Z by powers of 1 / degrees (Abramowitz and Stegun 1964, 26.7.5)
+FEW_DEGREES = (12.7062047, 4.3026527, 3.1824463, 2.7764451)
+TERMS = (2.3722712, 2.8224986, 2.5558497, 1.5895340)
+
 
 @dataclass(frozen=True)
 class Score:
@@ -26,7 +31,9 @@ class Difference:
 
     Attributes:
         of, to: the two models. value: mean of the differences item by item, below zero where `of` has less.
-        low, high: its 95 % interval, from the spread of these differences; None for a single item.
+        low, high: its 95 % interval, from the spread of these differences; None for a single item. Where all values
+            are 0 or 1 it is Newcombe's (1998, Statistics in Medicine 17:2635-2650, method 10), which keeps its width
+            when the two agree on all items.
         wins, ties, losses: share of the items on which `of` is better, equal, worse.
         win_and_tie: share of the items on which `of` is no worse.
     """
@@ -43,20 +50,19 @@ class Difference:
 
 
 def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
-    """Return mean and interval: mean +- 1.96 s / sqrt(n), the normal approximation.
+    """Return mean and interval: mean +- t s / sqrt(n), t Student's quantile of n - 1 degrees of freedom.
 
     Where all values are 0 or 1 the interval is Wilson's (1927), which keeps its width when all are the same.
 
     logarithmic: values are logarithms, as losses are, and the score is exp of their mean: a perplexity.
 
     >>> mean_score([2.0, 4.0])
-    Score(value=3.0, low=1.040..., high=4.959...)
+    Score(value=3.0, low=-9.706..., high=15.706...)
     """
     require("values", len(values), len(values) > 0, "at least one item")
     require_finite("values", values)
-    share = not logarithmic and {*values} <= {0.0, 1.0} and len(values) > 1
     value, low, high = _interval(values)
-    if share:
+    if not logarithmic and _are_answers(values):
         return Score(value, *wilson_interval(value, len(values)))
     if not logarithmic:
         return Score(value, low, high)
@@ -81,12 +87,47 @@ def paired_difference(
     count = len(gains)
     wins, losses = (sum(sign * gain > tolerance for gain in gains) for sign in (1, -1))
     shares = wins / count, (count - wins - losses) / count, losses / count, (count - losses) / count
-    return Difference(of, to, *_interval(differences), *shares)
+    answers = _are_answers(values) and _are_answers(others)
+    return Difference(of, to, *(_newcombe(values, others) if answers else _interval(differences)), *shares)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean of two or more values: Student's.
+
+    >>> half_width([2.0, 4.0])
+    12.706...
+    """
+    degrees = len(values) - 1
+    expansion = Z + sum(term / degrees**power for power, term in enumerate(TERMS, 1))
+    quantile = FEW_DEGREES[degrees - 1] if degrees <= len(FEW_DEGREES) else expansion
+    return quantile * stdev(values) / math.sqrt(len(values))
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
     mean = fmean(values)
     if len(values) < 2:
         return mean, None, None
-    half = Z * stdev(values) / math.sqrt(len(values))
+    half = half_width(values)
     return mean, mean - half, mean + half
+
+
+def _are_answers(values: Sequence[float]) -> bool:
+    """Return whether two or more values are right (1) and wrong (0) answers."""
+    return {*values} <= {0.0, 1.0} and len(values) > 1
+
+
+def _newcombe(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Return the difference of two shares of the same items, with its interval."""
+    count, one, other = len(values), fmean(values), fmean(others)
+    both = math.fsum(a * b for a, b in zip(values, others, strict=True))
+    agreement = count * (both - count * one * other)  # of the table of right and wrong: a d - b c
+    spread = count**2 * math.sqrt(one * (1 - one) * other * (1 - other))
+    phi = (max(agreement - count / 2, 0.0) if agreement > 0 else agreement) / spread if spread else 0.0
+    (low, high), (other_low, other_high) = wilson_interval(one, count), wilson_interval(other, count)
+
+    def width(of: float, to: float) -> float:
+        return math.sqrt(of**2 - 2 * phi * of * to + to**2)
+
+    difference = one - other
+    below, above = width(one - low, other_high - other), width(high - one, other - other_low)
+    return difference, difference - below, difference + above

@@ -214,7 +214,7 @@ def is_masked_language_model(model: nn.Module) -> bool:
         model: a transformers model, patched or not, wrapped or not.
 
     Raises:
-        UnsupportedModelError: it is neither.
+        UnsupportedModelError: it is neither, or it is causal by its class and reads the tokens that it is to predict.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -225,6 +225,11 @@ def is_masked_language_model(model: nn.Module) -> bool:
     root = architecture.root_model(model)
     name = type(root).__name__
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        if architecture.sees_ahead(root):
+            raise UnsupportedModelError(
+                f"{name} attends both ways here, so it reads the tokens that it is to predict; load the checkpoint"
+                " with is_decoder=True, or with AutoModelForMaskedLM"
+            )
         return False
     if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         return True

@@ -111,7 +111,8 @@ def retrieval(
     Args:
         model: as for `embed`.
         tokenizer: as for `embed`.
-        articles: the paragraphs of each article; halves are cut at the middle word.
+        articles: the paragraphs of each article; halves are cut at the middle word, without spaces at the middle
+            character.
         k: how many answers count for the recall.
         max_length: as for `embed`.
         batch_size: as for `embed`.
@@ -145,13 +146,20 @@ def retrieval(
 
 
 def halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the first and the second half of each text, cut at the middle word.
+    """Return the first and the second half of each text, cut at the middle word; one without spaces, in its middle.
 
-    >>> halves(["one two three"])
-    (['one'], ['two three'])
+    >>> halves(["one two three", "\u5929\u5730\u7384\u9ec4"])
+    (['one', '\u5929\u5730'], ['two three', '\u7384\u9ec4'])
     """
-    words = [text.split() for text in texts]
-    return [" ".join(w[: len(w) // 2]) for w in words], [" ".join(w[len(w) // 2 :]) for w in words]
+    pairs = [_halved(text) for text in texts]
+    return [first for first, _ in pairs], [second for _, second in pairs]
+
+
+def _halved(text: str) -> tuple[str, str]:
+    words = text.split()
+    parts, joint = (words, " ") if len(words) > 1 else ("".join(words), "")
+    middle = len(parts) // 2
+    return joint.join(parts[:middle]), joint.join(parts[middle:])
 
 
 def retrieval_of_pairs(queries: Tensor, answers: Tensor, texts: Sequence[str] | None = None) -> dict[str, float]:

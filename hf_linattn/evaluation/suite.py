@@ -106,7 +106,8 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
 def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
     """Return what the model recalls of generated prompts: in writing, and by the likeliest answer.
 
-    What it writes comes by quarters of the depths of the needle too, as rows with a `depth` in their facts.
+    What it writes comes by quarters of the depths of the needle too, as rows with a `depth` in their facts. An item is
+    a question: of multiple choice the mean over its prompts.
     """
     found, options = [], limited(model, ["recall"], options)
     for name, length in product(options.recall_tasks or RECALL_TASKS, options.lengths):
@@ -115,11 +116,13 @@ def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteO
             positions=options.positions,
         )  # fmt: skip
         answers = answer_prompts(model, tokenizer, prompts, batch_size=options.batch_size, progress=options.progress)
-        tokens = tuple(len(prompt.prompt_ids) for prompt in prompts)
-        values = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}
+        each = RECALL_TASKS[name].rotations  # prompts of a question, which is one item
+        tokens = tuple(len(prompt.prompt_ids) for prompt in prompts[::each])
+        right = {"found": [x["found"] for x in answers], "first": [float(x["rank"] == 1) for x in answers]}
+        values = {x: [fmean(own[i : i + each]) for i in range(0, len(own), each)] for x, own in right.items()}
         facts = {"length": length, "chance": fmean(1 / x["candidates"] for x in answers)}
         found += [Measurement("recall", name, x, tuple(own), tokens, facts=facts) for x, own in values.items()]
-        for depth, places in by_depth(answers):
+        for depth, places in by_depth(answers[::each]):
             own, some = tuple(values["found"][i] for i in places), tuple(tokens[i] for i in places)
             title = f"{name}, depths {depth[0]:g} to {depth[1]:g}"
             found.append(

@@ -260,7 +260,7 @@ def load_file(option: str, path: Path, split: str = "train") -> Dataset:
         hint = did_you_mean(extension, FILE_BUILDERS)
         raise DataError(f"{option}={str(path)!r}: unknown extension {extension!r}{hint}")
     builder = FILE_BUILDERS[extension]
-    options = {"sample_by": "document"} if builder == "text" else {}
+    options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}  # of Notepad, too
     pattern = glob.escape(os.path.abspath(path))  # whole, as names of folders are read as patterns, too
     try:
         with _said_once():

@@ -23,10 +23,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import MechanismConfig, get_mechanisms
-from hf_linattn.cards import names_in_layer
 from hf_linattn.console_table import console_table
 from hf_linattn.errors import OptionError
 from hf_linattn.memory_errors import gigabytes, is_out_of_memory, size_said
+from hf_linattn.plan import names_in_layer
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.finetuning import (
     own_forward,

@@ -222,7 +222,7 @@ REFUSED = {
     ("linear", "--threads", "0"): "threads must be None or an integer >= 1, got 0",
     ("linear", "--calibration-tokens", "64"): "calibration_tokens must be absent where nothing is fitted; give calib",
     ("linear", "--calibrate", "test.txt"): "is given as text, too",
-    ("linear", "--model", "classifier"): "was saved as BertForSequenceClassification, which predicts no tokens",
+    ("linear", "--model", "classifier"): "BertForSequenceClassification has no causal or masked language-model",
     ("deltanet", "--model", "bert"): "mechanism 'deltanet' has no bidirectional form",
 }
 

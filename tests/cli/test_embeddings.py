@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     save_sentence_model(folder, max_position_embeddings=TABLE)
     rows = [{"text": text, "title": f"w{5 + i} w{6 + i}"} for i, text in enumerate(TEXTS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "long.jsonl").write_text(json.dumps({"text": "w5 w6"}) + "\n" + json.dumps({"text": "w9"}) + "\n")
+    (folder / "long.jsonl").write_text(json.dumps({"text": "w5 w6"}) + "\n" + json.dumps({"text": "w"}) + "\n")
     return folder
 
 
@@ -80,7 +80,7 @@ def test_pairs_and_windows(folder):
         ("rows.jsonl", ("--stride", 2), "stride='2' is an option of perplexity, not of embedding"),
         ("rows.jsonl", ("--metrics", "accuracy"), "metrics='accuracy' is an option of classifiers"),
         ("rows.jsonl", ("--text_column", "txt"), "text_column='txt' is not a column"),
-        ("long.jsonl", (), "'w9' has one word"),
+        ("long.jsonl", (), "'w' is too short"),
         ("missing.jsonl", (), "files=.* does not exist; give the path of a file"),
     ],
 )

@@ -104,8 +104,8 @@ def test_numbers_are_scored_by_their_correlation(folder):
         ("original", "missing.jsonl", (), "files=.* does not exist; give the path of a file"),
         ("broken", "one.jsonl", (), "logits must be finite, or the model is broken: .* got .nan."),
         ("number", "one.jsonl", (), "holds string; name a column of numbers"),
-        ("original", "one.jsonl", ("--suite", "language"), "which predicts no tokens and has no perplexity"),
-        ("question", "one.jsonl", (), "BertForQuestionAnswering, which predicts no tokens"),
+        ("original", "one.jsonl", ("--suite", "language"), "MaskedLM; `hf-linattn eval MODEL ROWS.jsonl` sc"),
+        ("question", "one.jsonl", (), "BertForQuestionAnswering has no causal or masked language-modelling head"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(folder, model, file, options, message):

@@ -6,13 +6,14 @@ import math
 import statistics
 
 import pytest
+from scipy import stats
 
 from hf_linattn import OptionError
-from hf_linattn.evaluation.paired import mean_score, paired_difference
+from hf_linattn.evaluation.paired import half_width, mean_score, paired_difference
 
-QUANTILE = statistics.NormalDist().inv_cdf(0.975)
 FIRST = [0.3, -1.2, 2.5, 0.0, 4.1, 0.7, 0.7]
 SECOND = [0.1, -1.0, 2.5, 0.5, 3.0, 0.7, 0.2]
+QUANTILE = stats.t.ppf(0.975, len(FIRST) - 1)
 
 
 @pytest.mark.parametrize(
@@ -29,10 +30,31 @@ def test_a_mean_has_its_standard_errors_and_a_perplexity_is_the_exp_of_them():
     mean, error = statistics.mean(FIRST), statistics.stdev(FIRST) / len(FIRST) ** 0.5
     expected = mean, mean - QUANTILE * error, mean + QUANTILE * error
     score = mean_score(FIRST)
-    assert (score.value, score.low, score.high) == pytest.approx(expected)
+    assert (score.value, score.low, score.high) == pytest.approx(expected, rel=1e-4, abs=1e-4)
     score = mean_score(FIRST, logarithmic=True)
-    assert (score.value, score.low, score.high) == pytest.approx(tuple(map(math.exp, expected)))
+    assert (score.value, score.low, score.high) == pytest.approx(tuple(map(math.exp, expected)), rel=1e-4)
     assert mean_score([3.0]).low is None
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6, 9, 32, 1000])
+def test_few_values_have_the_interval_of_student(count):
+    values = [(i * i) % 7 + 0.5 * i for i in range(count)]
+    expected = stats.t(count - 1, statistics.fmean(values), stats.sem(values)).interval(0.95)
+    assert half_width(values) == pytest.approx((expected[1] - expected[0]) / 2, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    # both right, the first alone, the second alone, none; the first row is Newcombe's own (1998, Statistics in
+    # Medicine 17:2635-2650), the others are the intervals of Wilson put together without any correlation
+    [((36, 12, 2, 0), 0.0569, 0.3404), ((20, 0, 0, 0), -0.1611, 0.1611), ((0, 0, 0, 20), -0.1611, 0.1611)],
+)
+def test_answers_that_agree_have_an_interval_all_the_same(counts, low, high):
+    answers = [pair for pair, count in zip([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0)], counts, strict=True)
+               for _ in range(count)]  # fmt: skip
+    found = paired_difference("a", "b", *zip(*answers, strict=True))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert found.value == pytest.approx(found.wins - found.losses)
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -42,7 +64,7 @@ def test_a_difference_is_taken_item_by_item(higher, tolerance, close):
     gains = [x - y for x, y in zip(FIRST, SECOND, strict=True)]
     mean, error = statistics.mean(gains), statistics.stdev(gains) / len(gains) ** 0.5
     expected = mean, mean - QUANTILE * error, mean + QUANTILE * error
-    assert (found.value, found.low, found.high) == pytest.approx(expected)
+    assert (found.value, found.low, found.high) == pytest.approx(expected, rel=1e-4, abs=1e-4)
     more = sum(gain > tolerance for gain in gains)
     wins = more if higher else len(gains) - close - more
     assert (found.wins, found.ties) == pytest.approx((wins / len(gains), close / len(gains)))

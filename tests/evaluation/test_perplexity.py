@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertLMHeadModel,
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
@@ -324,6 +325,17 @@ def test_which_kind_of_model():
     assert not is_masked_language_model(make_model("llama", "linear"))
     with pytest.raises(UnsupportedModelError, match="BertModel"):
         is_masked_language_model(BertModel(make_model("bert").config))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear"])
+def test_a_causal_model_that_reads_what_it_is_to_predict_is_refused(mechanism, tokenizer, texts):
+    encoder, config = make_model("bert").config, copy.deepcopy(make_model("bert").config)
+    config.is_decoder = True
+    assert not is_masked_language_model(BertLMHeadModel(config))
+    assert not is_masked_language_model(patch_model(BertLMHeadModel(config), mechanism))
+    for model in (BertLMHeadModel(encoder), patch_model(BertLMHeadModel(encoder), mechanism)):
+        with pytest.raises(UnsupportedModelError, match=r"^BertLMHeadModel attends both ways .* is_decoder=True, or"):
+            perplexity(model, tokenizer, texts, max_length=16, progress=False)
 
 
 def test_position_limit():

@@ -78,6 +78,20 @@ def test_needles_lie_at_depths_spread_evenly(task):
     assert np.allclose(shown, [prompt.depth for prompt in some], atol=0.12)  # instructions and question around it
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["sea and sand " * 400, "\u79cb\u6536\u51ac\u85cf" * 400, "\u79cb\u6536\u51ac\u85cf\u3002" * 400],
+    ids=["no full stop", "no space", "full stops of another script"],
+)
+def test_needles_lie_at_depths_spread_evenly_in_a_text_without_our_sentences(text):
+    some = make_prompts("single_text", bundled_tokenizer(), LENGTH, count=4, haystack=[text])
+    shown = [1 - prompt.distance / len(prompt.prompt_ids) for prompt in some]
+    assert np.allclose(shown, [prompt.depth for prompt in some], atol=0.12)
+    haystack = bundled_tokenizer().decode(some[0].prompt_ids).split("\n")[1]
+    before, needle, after = re.split(r"( ?One of the .*?\d\. ?)", haystack)
+    assert needle and f"{before}{' ' * (' ' in text)}{after}" in text * 2  # nothing else comes between its words
+
+
 def test_prompts_are_the_same_everywhere():
     digest = hashlib.sha256()
     tokenizer = byte_tokenizer()

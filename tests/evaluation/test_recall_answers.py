@@ -200,6 +200,7 @@ def test_rows_count_what_a_loop_counts(model):
         assert row["mean_rank"] == np.mean([answer["rank"] for answer in some])
         assert row["log_likelihood"] == pytest.approx(np.mean([answer["log_likelihood"] for answer in some]), abs=2e-3)
         assert row["letters"] == {letter: sum(answer["letter"] == letter for answer in some) for letter in "ABCD"}
+        assert row["first_interval"] == wilson_interval(row["first"], len(some) // 4)  # questions
     assert all(row["letters"] is None for row in rows if row["task"] == "single_noise")
 
 

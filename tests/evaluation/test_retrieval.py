@@ -13,7 +13,7 @@ from transformers import BertModel
 from hf_linattn import DataError, OptionError, patch_model
 from hf_linattn.evaluation import embed, retrieval
 from hf_linattn.evaluation.embeddings import Texts, embedding_scores
-from hf_linattn.evaluation.retrieval import retrieval_of_pairs
+from hf_linattn.evaluation.retrieval import halves, retrieval_of_pairs
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 
@@ -98,6 +98,14 @@ def test_an_answer_that_stands_there_twice_is_found_and_one_as_near_with_another
     assert (found["recall_at_1"], found["num_tokens"]) == (1, 5)
     monkeypatch.setattr(retrieval_module, "embed", lambda model, tokenizer, part, **options: alike)
     assert retrieval(None, None, [[f"a {text}"] for text in texts], k=1)["recall"] == 1
+
+
+def test_a_text_without_spaces_has_two_halves():
+    texts = ["\u79cb\u6536\u51ac\u85cf\u79cb", "w7", "w5 w6 w7", "w"]
+    assert halves(texts) == (["\u79cb\u6536", "w", "w5", ""], ["\u51ac\u85cf\u79cb", "7", "w6 w7", "w"])
+    Texts(texts[:3], *halves(texts[:3])).check()
+    with pytest.raises(DataError, match="the text 'w' is too short to have a first half"):
+        Texts(texts, *halves(texts)).check()
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -200,12 +200,14 @@ def test_recall_is_what_its_own_function_returns(spelling):
     options = SuiteOptions(recall_tasks=("multiple_choice", "single_noise"), lengths=(256,), num_samples=3)
     rows = compare({"converted": measure(model, spelling, ["recall"], options)}, WINDOW)
     own = recall(model, spelling, options.recall_tasks, options.lengths, num_samples=3, progress=False)
-    expected = {(x["task"], metric): (x["num_samples"], x[metric]) for x in own if x["depth"] is None
-                for metric in ("found", "first")}  # fmt: skip
+    questions = {"multiple_choice": 4, "single_noise": 1}  # -> prompts of each
+    expected = {(x["task"], metric): (x["num_samples"] // questions[x["task"]], x[metric]) for x in own
+                if x["depth"] is None for metric in ("found", "first")}  # fmt: skip
     whole, parts = ([row for row in rows if ("depth" in row.facts) is wanted] for wanted in (False, True))
     assert {(row.name, row.metric): (row.num_items, row.converted.value) for row in whole} == expected
     assert [(row.facts["task"], row.facts["depth"], row.num_items, row.converted.value) for row in parts] == [
-        (x["task"], x["depth"], x["num_samples"], x["found"]) for x in own if x["depth"] is not None
+        (x["task"], x["depth"], x["num_samples"] // questions[x["task"]], x["found"])
+        for x in own if x["depth"] is not None
     ]  # fmt: skip
     assert len(parts) > 1
     assert all(row.longer_than_window == 1 and 200 < row.prompt_tokens[0] < 256 for row in rows)
@@ -237,6 +239,16 @@ def test_models_of_unlike_positions_have_the_same_prompts(original, converted, u
     monkeypatch.setitem(SUITES, "recall", None)
     longer = run(*models, "--suite", "recall", *asked, "128,257", code=1)
     assert "lengths must be at most 256, the positions that the models have, got 257" in longer
+
+
+def test_windows_have_all_positions_where_there_are_fewer_than_by_default(unlike, tmp_path):
+    (tmp_path / "text.txt").write_text(words(600, 3))
+    asked = unlike["256"], tmp_path / "text.txt", "--output", tmp_path / "found.json"
+    rows = json.loads(run(*asked, "--suite", "language", "--original", unlike["512"], "--json"))["rows"]
+    assert {tuple(row["prompt_tokens"]) for row in rows} == {(256, 256, 256)}
+    longer = run(*asked, "--suite", "language", "--max-length", 257, code=1)
+    assert "max_length must be at most 256, the positions that the models have, got 257" in longer
+    assert json.loads(run(*asked[:2], "--json"))["num_tokens"] > 256
 
 
 def test_models_measured_on_other_items_are_refused(options, tokenizer):

@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(material, tmp_p
 
 @pytest.mark.parametrize(
     ("texts", "message"),
-    [(["w7 w8"], "1 text to look for another in"), (["w7 w8", "w9"], "'w9' has one word, and so no first half")],
+    [(["w7 w8"], "1 text to look for another in"), (["w7 w8", "w"], "'w' is too short to have a first half")],
 )
 def test_texts_that_measure_nothing_are_refused(material, tmp_path, texts, message):
     (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

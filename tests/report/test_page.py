@@ -182,6 +182,21 @@ def test_files_of_suites_are_not_mixed(tmp_path, report):
     assert [x["loss"] for x in losses_by_position(read_evidence(tmp_path).rows)["recovered"]] == [3.0, 2.5]
 
 
+def test_each_test_is_as_heavy_as_any_other():
+    """Multiple choice has four items for each question."""
+    rows = [{**row, "num_items": count} for name, count, share in (("kv", 5, 0.0), ("noise", 20, 1.0))
+            for row in kept(name, share)]  # fmt: skip
+    assert recalls(rows)[1].by_depth == {((0.0, 0.25), 512): 0.5}
+
+
+def test_prompts_of_recall_are_no_longer_than_the_positions(report, tmp_path):
+    report.save(tmp_path)
+    fitting = ({"n_positions": 1024}, "512,1024"), ({"max_position_embeddings": 64}, "64"), ({}, "512,1024,2048")
+    for config, lengths in fitting:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert f"--lengths {lengths} --suite" in Read(page(read_evidence(tmp_path))).sections["recall"]
+
+
 def kept(name, share, **others):
     rows = recall_row(512, None, 0.5, share), recall_row(512, [0.0, 0.25], 0.5, share)
     tasks = {} if name == "kv" else {"facts": {**rows[1]["facts"], "task": name}}

@@ -47,7 +47,7 @@ class Source:
     Attributes:
         draws: random numbers of this question alone.
         depth: where its needle is to lie, 0 (start) to 1 (end of the context).
-        words: of the haystack's text.
+        words: of the haystack's text, each with the space behind it; pieces of a text without spaces have none.
         rotation: by how many places the options of a multiple choice are turned.
     """
 

@@ -30,9 +30,9 @@ class RecallRow(TypedDict):
         depth: [first, last) of the needle's depths, None for all of them.
         num_samples: prompts.
         found: mean share of the answers in the text that was written.
-        found_interval: 95 % (Wilson).
+        found_interval: 95 % (Wilson), of as many answers as there are questions: prompts of one stand together.
         first: share of prompts whose right answer is the likeliest of all candidates.
-        first_interval: 95 % (Wilson).
+        first_interval: as `found_interval`.
         chance: what `first` is for a model that has seen nothing: mean of 1 / candidates.
         mean_rank: of the right answer, 1 is the best.
         log_likelihood: of the right answer, mean in nats.
@@ -144,6 +144,7 @@ def wilson_interval(share: float, count: int) -> tuple[float, float]:
 
 def _row(answers: Sequence[RecallAnswer], depth: tuple[float, float] | None) -> RecallRow:
     count = len(answers)
+    questions = -(-count // RECALL_TASKS[answers[0]["task"]].rotations)
     found = _mean(answer["found"] for answer in answers)
     first = _mean(answer["rank"] == 1 for answer in answers)
     chosen = Counter(answer["letter"] for answer in answers)
@@ -153,9 +154,9 @@ def _row(answers: Sequence[RecallAnswer], depth: tuple[float, float] | None) -> 
         "depth": depth,
         "num_samples": count,
         "found": found,
-        "found_interval": wilson_interval(found, count),
+        "found_interval": wilson_interval(found, questions),
         "first": first,
-        "first_interval": wilson_interval(first, count),
+        "first_interval": wilson_interval(first, questions),
         "chance": _mean(1 / answer["candidates"] for answer in answers),
         "mean_rank": _mean(answer["rank"] for answer in answers),
         "log_likelihood": _mean(answer["log_likelihood"] for answer in answers),

@@ -27,6 +27,7 @@ ANSWERS = {
     "text-generation": "what follows", "fill-mask": "the masked token", "text-classification": "the label",
     "sentence-similarity": "the text to be found",
 }  # fmt: skip
+LENGTHS = 512, 1024, 2048  # of the prompts of recall, as far as there are positions for them
 MERGED = "merged"
 ALONE = (
     "Adapters lie here without a model, so make it first: load_adapter(original, {adapter!r}).merge_and_unload()"
@@ -187,8 +188,9 @@ def recall(evidence: Evidence) -> Section:
     found = recalls(evidence.rows)
     title = "Recall by depth and length"
     if not found:
-        lacks = "This run did not measure it. It takes minutes:"
-        return Section("recall", title, missing=unevaluated(evidence, lacks, "recall", "--lengths", "512,1024,2048"))
+        lacks, most = "This run did not measure it. It takes minutes:", evidence.positions or max(LENGTHS)
+        fitting = ",".join(str(length) for length in LENGTHS if length <= most) or str(most)
+        return Section("recall", title, missing=unevaluated(evidence, lacks, "recall", "--lengths", fitting))
     maps = []
     for own in found:
         depths, lengths = sorted({depth for depth, _ in own.by_depth}), sorted({length for _, length in own.by_depth})

@@ -14,6 +14,7 @@ from typing import Any
 from ...adapter_config import read_adapter_config
 from ...chosen_plan import ChosenPlan
 from ...errors import CheckpointError
+from ...json_files import read_object
 from ...plan import PatchConfig
 from ...training.run_folders import ADAPTER
 from ..card import patches_in
@@ -22,6 +23,7 @@ from ..schema import Report
 PLANS = ("plan.json", "stages/plan.json")
 EVALUATIONS = "evaluation*.json"  # what `hf-linattn eval --suite` wrote
 NAMES = {"original": "original", "control": "control", "converted": "recovered"}  # as reports name them
+POSITIONS = ("max_position_embeddings", "n_positions")  # what configs call them, GPT-2's the second
 DEPTH = tuple[float, float]
 
 
@@ -35,6 +37,7 @@ class Evidence:
         alone: whether adapters are there without the model that they make.
         plan: how heads or layers were chosen; None: they were not.
         rows: of the suites that were run on it, as `hf-linattn eval --suite` writes them; each once.
+        positions: that the model has, as its config says; None: it does not, or is not there.
     """
 
     folder: Path
@@ -43,11 +46,12 @@ class Evidence:
     plan: ChosenPlan | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
     alone: bool = False
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Shares of answers that a model wrote, mean over prompts: by (depth, length) and by (test, length)."""
+    """Shares of answers that a model wrote, mean over tests: by (depth, length) and by (test, length)."""
 
     model: str
     by_depth: Mapping[tuple[DEPTH, int], float]
@@ -64,7 +68,13 @@ def read_evidence(folder: str | os.PathLike[str]) -> Evidence:
     alone = patches is None and adapter is not None
     if adapter is not None and alone:
         patches = {"": PatchConfig.from_dict(adapter["hf_linattn"])}
-    return Evidence(path, report, patches, plan, tuple(_newest(path.glob(EVALUATIONS))), alone)
+    return Evidence(path, report, patches, plan, tuple(_newest(path.glob(EVALUATIONS))), alone, _positions(path))
+
+
+def _positions(folder: Path) -> int | None:
+    file = folder / "config.json"
+    said = read_object(file, "save the model again") if file.is_file() else {}
+    return min((said[name] for name in POSITIONS if isinstance(said.get(name), int)), default=None)
 
 
 def _newest(files: Iterable[Path]) -> list[Mapping[str, Any]]:
@@ -113,10 +123,11 @@ def losses_by_position(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapp
 
 
 def _means(rows: Sequence[Mapping[str, Any]], role: str, key: Any) -> dict[Any, float]:
+    """Return the means over the tests of what a model recalled, each test as heavy as any other, by a key of rows."""
     values: dict[Any, list[float]] = defaultdict(list)
     for row in rows:
         if row.get(role):
-            values[key(row)] += [row[role]["value"]] * row["num_items"]
+            values[key(row)].append(row[role]["value"])
     return {place: fmean(own) for place, own in values.items()}
 
 
