@@ -375,8 +375,7 @@ def sequence_ids(
 ) -> Tensor | None:  # fmt: skip
     """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths.
 
-    A position that falls begins a sequence, and one that stays at the row's least, behind a sequence of one token. In
-    a row whose positions stay anywhere else, clamped to a table or grouped, those that stay begin none.
+    One begins where positions fall, or stay at the row's least; not so where they stay elsewhere: clamped, or grouped.
     """
     if num_queries == 1 or num_queries != num_keys:
         return None
@@ -385,15 +384,14 @@ def sequence_ids(
         return torch.searchsorted(cu_seq_lens[1:].to(steps.dtype), steps, right=True)[None]
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
         return None
-    before, here = position_ids[:, :-1], position_ids[:, 1:]
-    fall, stay, rise = here < before, here == before, here > before
-    real = position_ids
+    step, real = position_ids.diff(dim=1), position_ids
+    fall, stay, rise = step < 0, step == 0, step > 0
     if key_padding_mask is not None:
         # the positions of padding mean nothing, and what stands before the first real token is no sequence
         begun = key_padding_mask[:, :-1].cumsum(1) > 0
         fall, stay, rise = (x & key_padding_mask[:, 1:] & begun for x in (fall, stay, rise))
         real = position_ids.masked_fill(~key_padding_mask, torch.iinfo(position_ids.dtype).max)
-    first = here == real.amin(1, keepdim=True)
+    first = position_ids[:, 1:] == real.amin(1, keepdim=True)
     restart = fall | stay & first & ~(stay & ~first).any(1, keepdim=True)
     restart = restart & rise.any(1, keepdim=True)  # zeros for all tokens, which some models pass, part nothing
     if is_known(restart) and not bool(restart.any()):

@@ -113,6 +113,19 @@ def evenly(rows: Tensor, count: int) -> Tensor:
     return rows[[place * len(rows) // count for place in range(count)]]
 
 
+def spaced_within(lengths: Sequence[int], most: int) -> list[int]:
+    """Return the numbers of documents, spaced evenly, that have `most` tokens in all; of one, if each has more.
+
+    >>> spaced_within([4, 5, 3, 4, 6, 2], 13)
+    [1, 3, 5]
+    """
+    for count in range(max(1, most * len(lengths) // sum(lengths)), 0, -1):  # from as many as of the mean length
+        chosen = [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
+        if sum(lengths[i] for i in chosen) <= most:
+            break
+    return chosen
+
+
 def windows_of_documents(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, add_special_tokens: bool = True
 ) -> tuple[Tensor, Tensor]:

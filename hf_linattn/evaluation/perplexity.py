@@ -34,7 +34,7 @@ from ..inference import evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
 from ..pinning import NAME_IN_MEMORY
 from ..positions.tables import position_tables
-from .next_token import logits_of_parts
+from .next_token import logits_of_parts, spaced_within
 
 IGNORED_LABEL = -100
 NOTHING_SCORED = {
@@ -320,7 +320,7 @@ def documents_within(
     if most is None or sum(lengths) <= most:
         return documents, {}
     if answers is not None:
-        chosen = _spaced(lengths, most)
+        chosen = spaced_within(lengths, most)
         return [documents[i] for i in chosen], {"num_documents": len(chosen)}
     left, longer = most, sorted(lengths)
     while longer and longer[0] * len(longer) <= left:  # whole
@@ -328,24 +328,11 @@ def documents_within(
     size, limited = left // len(longer), {}
     if size < min(least, most):  # so little context would tell no model from another
         size = min(least, most)
-        chosen = _spaced([min(length, size) for length in lengths], most)
+        chosen = spaced_within([min(length, size) for length in lengths], most)
         documents, limited = [documents[i] for i in chosen], {"num_documents": len(chosen)}
     if any(len(document.input_ids) > size for document in documents):
         limited |= {"document_tokens": size}
     return [Window(ids[:size], labels[:size]) for ids, labels in documents], limited
-
-
-def _spaced(lengths: Sequence[int], most: int) -> list[int]:
-    """Return the numbers of documents, spaced evenly, that have `most` tokens in all; of one, if each has more.
-
-    >>> _spaced([4, 5, 3, 4, 6, 2], 13)
-    [1, 3, 5]
-    """
-    for count in range(max(1, most * len(lengths) // sum(lengths)), 0, -1):  # from as many as of the mean length
-        chosen = [(2 * i + 1) * len(lengths) // (2 * count) for i in range(count)]
-        if sum(lengths[i] for i in chosen) <= most:
-            break
-    return chosen
 
 
 def _strided_windows(documents: Sequence[Window], max_length: int, stride: int) -> Iterator[Window]:

@@ -121,6 +121,23 @@ def test_what_is_not_finite_shows_where_it_is_seen(name, causal, backend):
             assert output[:, :, :AT].isfinite().all(), number
 
 
+@pytest.mark.covering(1)
+@both_backends
+@pytest.mark.parametrize(
+    ("name", "causal"), [(x, c) for c in (True, False) for x in mechanisms_of("causal" if c else "bidirectional")]
+)
+def test_a_row_that_is_not_finite_leaves_those_beside_it_alone(name, causal, backend):
+    """Pads are numbers of no row: they were read from the first token of the first one."""
+    mechanism, heads = make(name, causal, backend), make_heads()
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[1, 30:] = False
+    with torch.no_grad():
+        want = mechanism(*heads, mask)[0][1, :, :30]
+        for number in (torch.nan, torch.inf):
+            got = mechanism(*(torch.cat([x[:1].new_full(x[:1].shape, number), x[1:]]) for x in heads), mask)[0]
+            torch.testing.assert_close(got[1, :, :30], want, rtol=1e-4, atol=1e-4)
+
+
 def learned_of(name: str, causal: bool) -> list[dict]:
     """Return the options that give a mechanism trained numbers."""
     fields = {x.name for x in dataclasses.fields(MECHANISMS.get(name).config_class)}

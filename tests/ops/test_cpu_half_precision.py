@@ -93,6 +93,19 @@ def test_what_cancels_keeps_its_digits(unit, name, causal):
     assert max(errors) < 4e-2, errors
 
 
+@pytest.mark.parametrize("size", [96, 128])
+@pytest.mark.parametrize("name", ["local", "hybrid"])
+def test_large_scores_lose_no_digits_to_a_scaling_that_is_no_power_of_two(unit, monkeypatch, name, size):
+    """Queries of bfloat16 that had it would be rounded once more than PyTorch's."""
+    monkeypatch.setattr(cpu_cases, "DIM", size)
+    heads, mechanism = [x.bfloat16() for x in make_heads(1, LENGTH)], make_small(name, causal=True)
+    heads[0], heads[1] = 4 * heads[0], 4 * heads[1]
+    want = results_of(mechanism, [x.double() for x in heads], "torch")[:4]
+    theirs, ours = (results_of(mechanism, heads, backend)[:4] for backend in ("torch", "auto"))
+    for exact, other, got in zip(want, theirs, ours, strict=True):
+        assert error_of(got, exact) < 3 * error_of(other, exact)
+
+
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_what_was_read_before(unit, kind):
     check_what_was_read_before(NATIVE_BLOCKS, TOLERANCE[kind], kind=kind, gated=kind == torch.bfloat16)

@@ -157,7 +157,7 @@ static void read_block(struct work *w, const struct block_softmax_args *p, int64
         for_keys(p, w->batch, w->head * p->groups + group, block, at, read_keys, w);
         end_pairs(s);
         for (int64_t i = 0; i < w->rows; i++)
-            write_row(&p->d_query, w->batch, w->head, group, at + i, p->scaling, s->d_query + i * s->keys, p->key_size,
+            write_row(&p->d_query, w->batch, w->head, group, at + i, s->own, s->d_query + i * s->keys, p->key_size,
                       large);
     }
 }

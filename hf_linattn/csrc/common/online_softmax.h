@@ -8,6 +8,8 @@
 
 #include "products.h"
 
+#include <math.h>
+
 /* Pieces of keys and values in tiles, and the memory for the last ones: blocks of queries that follow each other meet
  * nearly the same.
  */
@@ -91,6 +93,7 @@ static inline int find_piece(struct pieces *p, int64_t name, struct piece *found
 struct workspace {
     float *query, *rows, *value, *scores, *out; /* query: scaled, [key_size,
         PIECE]; rows: where a piece is no whole one */
+    float rest;                                 /* of the scaling, for scores: what queries do not have of it */
     float *bias;                                /* of the scores: what `show` made of a piece */
     float top[PIECE], weight[PIECE];            /* the weights e^(score - top) are summed up */
     int64_t key_size, value_size, keys, values; /* keys, values: padded */
@@ -121,12 +124,30 @@ static inline int64_t workspace_init(struct workspace *s, int64_t key_size, int6
     return used;
 }
 
+/* What queries get of the scaling: all, or where they are multiplied as bfloat16 a power of two, which rounds no
+ * digit. */
+static inline float scaling_of_queries(float scaling, int64_t parts)
+{
+    int exponent;
+    frexpf(scaling, &exponent);
+    return parts == 1 ? ldexpf(1.0f, exponent - 1) : scaling;
+}
+
+/* Scores of `keys` keys get what the queries do not have of the scaling. */
+static inline void scale_scores(float *scores, int64_t keys, float rest)
+{
+    for (int64_t number = 0; rest != 1.0f && number < keys * PIECE; number += LANES)
+        store(scores + number, load(scores + number) * rest);
+}
+
 /* Begin with the queries that have been put into `rows`, and with what stands in `out` for them. */
 static inline void begin_queries(struct workspace *s, float scaling)
 {
+    const float own = scaling_of_queries(scaling, s->buffers.parts);
+    s->rest = scaling / own;
     transpose(s->query, PIECE, s->rows, s->keys, PIECE, s->keys);
     for (int64_t number = 0; number < PIECE * s->keys; number++)
-        s->query[number] *= scaling;
+        s->query[number] *= own;
     if (!s->buffers.parts)
         return;
     const struct rows query = {s->query, PIECE, FLOAT32};
@@ -386,6 +407,7 @@ static void read_tiles(struct workspace *s, const struct seen *seen, const struc
     float *scores = s->scores + first * PIECE;
     multiply(scores, PIECE, tiles_from(piece->key, first, 0), s->queries, keys, PIECE, s->key_size, 0,
              &s->next, FETCHED);
+    scale_scores(scores, keys, s->rest);
     raise_tops(s, first, first + keys, shown, bias);
     const struct tiles weights = put_weights(s, scores, keys, bias);
     multiply(s->turned_out, PIECE, tiles_from(piece->turned, 0, first), weights, s->values, PIECE, keys, 1,

@@ -16,6 +16,7 @@ struct pairs {
     float *query, *grad, *turned_query, *turned_grad, *d_query; /* the queries scaled; what their gradient adds up to */
     float *key, *value, *bias, *weights, *slopes, *d_key, *d_value; /* bias: of the scores, as in `workspace` */
     float log[PIECE], weight_grad[PIECE];
+    float own, rest; /* of the scaling: what queries have, and their gradients get yet; what scores and slopes have */
     int64_t key_size, value_size, keys, values;
     struct pack_buffers buffers; /* left: weights or slopes; right: slopes */
     struct tiles queries, grads, turned_queries, turned_grads; /* as right factors */
@@ -59,8 +60,10 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
 /* Begin with the queries and gradients that have been put into `query` and `grad`. */
 static void begin_pairs(struct pairs *w, float scaling)
 {
+    w->own = scaling_of_queries(scaling, w->buffers.parts);
+    w->rest = scaling / w->own;
     for (int64_t number = 0; number < PIECE * w->keys; number++)
-        w->query[number] *= scaling;
+        w->query[number] *= w->own;
     transpose(w->turned_query, PIECE, w->query, w->keys, PIECE, w->keys);
     transpose(w->turned_grad, PIECE, w->grad, w->values, PIECE, w->values);
     memset(w->d_query, 0, PIECE * w->keys * sizeof(float));
@@ -89,7 +92,7 @@ static inline void end_pairs(struct pairs *w)
 static void note_sums(struct pairs *w, int64_t row, float log, float weight_grad)
 {
     w->log[row] = log > LOWEST / 2 ? log : 0.0f;
-    w->weight_grad[row] = weight_grad;
+    w->weight_grad[row] = w->rest * weight_grad;
 }
 
 /* The keys and values that have been put into `key` and `value`, and gradients of zero. */
@@ -216,6 +219,8 @@ static void read_pair_tiles(struct pairs *w, const struct piece *piece, const st
              2 * FETCHED);
     multiply(slopes, PIECE, tiles_from(piece->value, first, 0), w->turned_grads, keys, PIECE, w->value_size, 0, &w->met,
              2 * FETCHED);
+    scale_scores(weights, keys, w->rest);
+    scale_scores(slopes, keys, w->rest);
     const struct pair_tiles made = put_pair_tiles(w, weights, slopes, own, bias, keys);
     multiply(met->d_value + first * met->d_value_row, met->d_value_row, made.weights, w->grads, keys, w->values, PIECE,
              1, &w->next, FETCHED);

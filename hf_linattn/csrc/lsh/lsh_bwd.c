@@ -89,7 +89,7 @@ static void read_runs(void *work, int64_t round, const int32_t *member, const in
     }
     end_pairs(s);
     for (int64_t i = 0; i < rows; i++)
-        add_scaled(row_f32(&p->d_query, w->batch, w->head, w->group, queries[i]), p->scaling, s->d_query + i * s->keys,
+        add_scaled(row_f32(&p->d_query, w->batch, w->head, w->group, queries[i]), s->own, s->d_query + i * s->keys,
                    p->key_size);
 }
 

@@ -22,7 +22,7 @@ STOPS = "\u3002\uff0e\uff61\uff01\uff1f\u0964\u0965\u061f\u06d4\u0589\u1362\u104
 CLOSING = "'\"\u2019\u201d)\u300d\u300f\uff09"  # behind the full stop of a sentence
 FEWEST_WORDS = 50
 LONGEST_SENTENCE = 200  # words; that of the bundled text has 179
-LONGEST_WORD, PIECE = 40, 20  # characters; a longer word is a text without spaces, in pieces of at most so many
+LONGEST_WORD, PIECE = 40, 20  # characters; a longer word is a text without spaces, in pieces of at most PIECE
 
 
 class Haystack(NamedTuple):

@@ -46,7 +46,8 @@ class Sequences:
     def take(self, x: Tensor) -> Tensor:
         """Return the sequences of x [B, H, N, D] as rows [S, H, L, D], zero behind the end."""
         rows = x.transpose(1, 2).flatten(0, 1)[self.index]
-        return (rows * self.present[:, :, None, None]).transpose(1, 2)
+        # index 0 stands behind the end: a token of another row, whose numbers may not be finite
+        return rows.masked_fill(~self.present[:, :, None, None], 0).transpose(1, 2)
 
     def put(self, rows: Tensor, into: Tensor) -> Tensor:
         """Return `into` [B, H, N, D] with these sequences' outputs [S, H, L, D] in their places."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linear.types import LEAST_WEIGHT
+from ..linear.types import LEAST_LENGTH
 from ..runtime.cpu import Operand, call, flop_formula, operation, size_of
 
 OPERANDS = ("query", "key", "value", "out", "beta", "log_gate")
@@ -49,7 +49,7 @@ def _describe(operands: dict[str, Tensor | None]) -> DeltaArgs:
         **{name: Operand.of(operands.get(name), name in GROUPED, False) for name in OPERANDS},
         **{field: _place(operands.get(name)) for field, name in STATES.items()},
         **dict(zip(SIZES, sizes, strict=True)),
-        least_length=LEAST_WEIGHT[torch.float32],
+        least_length=LEAST_LENGTH[torch.float32],
     )
 
 

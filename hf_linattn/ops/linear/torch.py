@@ -23,7 +23,7 @@ from ..common.precision import widened
 from ..common.tracing import is_open
 from ..runtime.cpu import output_for
 from .torch_open_length import OpenChunks, Passage, cut_whole
-from .types import LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
+from .types import LEAST_LENGTH, LEAST_WEIGHT, FeatureMap, Features, LinearCall, LinearState, masked
 
 AT_ONCE = {"cpu": 32}  # chunks in one product, counted once for each query head and row: here they fit the cache
 AT_ONCE_ELSEWHERE = 1024
@@ -378,7 +378,7 @@ def ratio(sums: Tensor) -> tuple[Tensor, Tensor]:
 def inverse_length(features: Tensor) -> Tensor:
     """Return 1 / |features| [..., 1] of features [..., F], zero where all but nothing is there."""
     square = features.square().sum(-1, keepdim=True)  # a norm's second derivative is NaN where nothing is there
-    return torch.threshold(square, 0.0, math.inf).sqrt().reciprocal()
+    return torch.threshold(square, LEAST_LENGTH[square.dtype] ** 2, math.inf).sqrt().reciprocal()
 
 
 def unit_length(features: Tensor) -> Tensor:

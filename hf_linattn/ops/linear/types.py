@@ -16,6 +16,8 @@ from ..dispatch import PYTORCH, Policy
 
 CHUNK_SIZE = 64
 LEAST_WEIGHT = {dtype: torch.finfo(dtype).tiny ** 0.75 for dtype in (torch.float32, torch.float64)}  # 4e-29 in float32
+# 2e-13 in float32: of a vector that is divided by its length, whose derivative, 1 / length ** 3, is a number then
+LEAST_LENGTH = {dtype: torch.finfo(dtype).tiny ** (1 / 3) for dtype in (torch.float32, torch.float64)}
 
 
 class Features(NamedTuple):

@@ -41,14 +41,15 @@ def segment_sums(
     longest = -(-length // num_segments)
     steps = torch.arange(longest, device=device)
     index = (bounds[:, :-1, None] + steps).clamp(max=length - 1)
-    inside = (steps < counts[..., None])[:, None, ..., None]
+    outside = (steps >= counts[..., None])[:, None, ..., None]
     sums = []
     for x in inputs:
         if lengths is None:
             parts = x.index_select(2, index.flatten())
         else:
             parts = x.gather(2, index.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-        sums.append((parts.unflatten(2, (num_segments, longest)) * inside).sum(3, dtype=accum_dtype(x)))
+        parts = parts.unflatten(2, (num_segments, longest)).masked_fill(outside, 0)
+        sums.append(parts.sum(3, dtype=accum_dtype(x)))
     return counts, sums
 
 

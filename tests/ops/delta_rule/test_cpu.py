@@ -153,6 +153,19 @@ def test_alike_keys_and_full_strength_stay_exact():
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_keys_that_all_but_vanish_are_nothing_and_have_gradients(backend):
+    """A length of 1e-20 has a square above zero, and a derivative of its inverse that is no number."""
+    problem = make((1, 2, 2, 75, 24, 20), True, False)
+    zeros = problem._replace(query=0 * problem.query, key=0 * problem.key)
+    run = lambda given: gated_delta_rule(*given, policy=Policy(backend))  # noqa: E731
+    for size in (1e-14, 1e-20):
+        small = problem._replace(query=size * problem.query, key=size * problem.key)
+        got, want = (results(run, given.to(torch.float32)) for given in (small, zeros))
+        assert all(x.isfinite().all() for x in got)
+        torch.testing.assert_close(got[:2], want[:2])
+
+
 def test_no_tokens_leave_the_state_and_its_gradient():
     problem = make((2, 4, 2, 0, 24, 20), True, True).to(torch.float32)
     output, memory = gated_delta_rule(*problem, policy=AUTO)
