@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from hf_linattn import OptionError, UnknownNameError, patch_model
 from hf_linattn.cli import app
 from hf_linattn.cli.eval import OPTIONS_OF, evaluate
+from hf_linattn.evaluation.paired import paired_difference
 from hf_linattn.evaluation.recall import recall
 from hf_linattn.evaluation.side_by_side import SuiteReport, compare, task_means
 from hf_linattn.evaluation.suite import SUITES, SuiteOptions, exact_window, measure, suite_names
 from hf_linattn.evaluation.suite_table import means_table, suite_table
 from tests.evaluation.test_harness import TASK_FILES, rows_of, task_dir, tokenizer, words
-from tests.evaluation.test_paired import QUANTILE
 from tests.helpers import logits_of, make_tokenizer, watch_models
 from tests.models import make_model
 
@@ -170,12 +170,12 @@ def test_tasks_side_by_side_are_what_each_model_scores_alone(models, measured, t
                 logits = logits_of(model, torch.tensor([ids + answer])).double().log_softmax(-1)[0]
                 sums.append(sum(float(logits[len(ids) + k - 1, token]) for k, token in enumerate(answer)))
             right[role].append(float((sums[1] > sums[0]) == row["label"]))
-    gains = [a - b for a, b in zip(right["converted"], right["original"], strict=True)]
-    error = statistics.stdev(gains) / 3
-    pair = piqa.differences[0]
+    pair = paired_difference("converted", "original", right["converted"], right["original"])
+    assert pair.value == pytest.approx(statistics.mean(right["converted"]) - statistics.mean(right["original"]))
     assert piqa.converted.value == pytest.approx(statistics.mean(right["converted"]))
-    assert (pair.value, pair.low) == pytest.approx((statistics.mean(gains), statistics.mean(gains) - QUANTILE * error))
-    assert pair.losses == pytest.approx(sum(gain < 0 for gain in gains) / 9)
+    assert piqa.differences[0] == pair
+    worse = sum(a < b for a, b in zip(right["converted"], right["original"], strict=True))
+    assert pair.losses == pytest.approx(worse / 9)
     assert piqa.longer_than_window == pytest.approx(sum(length > WINDOW for length in lengths) / 9)
     assert 0 < piqa.longer_than_window < 1
 

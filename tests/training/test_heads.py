@@ -76,7 +76,8 @@ def test_classes_that_do_not_fit_the_problem_are_refused_before_a_weight_is_read
 )
 @pytest.mark.parametrize("patched", [False, True])
 def test_a_known_head_is_told_from_the_config(tmp_path, name, head, kind, patched):
-    model = make_model(name, head) if head != "ForSequenceClassification" else make_model(name, head, num_labels=3)
+    options = {"causal": {"is_decoder": True}, "classification": {"num_labels": 3}}
+    model = make_model(name, head, **options.get(kind, {}))
     if patched:
         patch_model(model, "linear")
     model.save_pretrained(tmp_path)

@@ -44,7 +44,7 @@ def classifier(name: str, **options):
     ],
 )
 def test_a_checkpoint_is_loaded_as_what_it_was_saved_as(tmp_path, name, head, task):
-    model = make_model(name, head)
+    model = make_model(name, head, **({"is_decoder": True} if head == "LMHeadModel" else {}))
     patch_model(model, "linear").save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path))
     assert type(loaded).__name__.removeprefix("HfLinattn") == type(model).__name__.removeprefix("HfLinattn")
