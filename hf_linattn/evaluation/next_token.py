@@ -109,8 +109,16 @@ def evenly(rows: Tensor, count: int) -> Tensor:
     >>> evenly(torch.arange(10), 3)
     tensor([0, 3, 6])
     """
-    count = min(count, len(rows))
-    return rows[[place * len(rows) // count for place in range(count)]]
+    return rows[even_places(len(rows), min(count, len(rows)))]
+
+
+def even_places(length: int, count: int) -> list[int]:
+    """Return `count` places, evenly over as many as there are.
+
+    >>> even_places(10, 3)
+    [0, 3, 6]
+    """
+    return [place * length // count for place in range(count)]
 
 
 def spaced_within(lengths: Sequence[int], most: int) -> list[int]:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation.document_windows import DocumentWindows, windows_for
-from hf_linattn.evaluation.next_token import TokenLosses
+from hf_linattn.evaluation.next_token import TokenLosses, even_places
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
@@ -123,7 +123,7 @@ class TrainingRun:
     def batches(self, count: int) -> Iterator[dict[str, Tensor]]:
         """Yield `count` training rows, from all over them, in batches on the device, masked as in validation."""
         training, rows = self.arguments.training, self.data.train
-        size, chosen = training.per_device_eval_batch_size, [i * len(rows) // count for i in range(count)]
+        size, chosen = training.per_device_eval_batch_size, even_places(len(rows), count)
         for first in range(0, count, size):
             batch = self.data.evaluation_collator([rows[i] for i in chosen[first : first + size]])
             yield {name: value.to(training.device) for name, value in batch.items()}

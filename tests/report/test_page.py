@@ -192,7 +192,7 @@ def test_each_test_is_as_heavy_as_any_other():
 def test_prompts_of_recall_are_no_longer_than_the_positions(report, tmp_path):
     report.save(tmp_path)
     fitting = ({"n_positions": 1024}, "512,1024"), ({"max_position_embeddings": 64}, "64"), ({}, "512,1024,2048")
-    for config, lengths in fitting:
+    for config, lengths in (*fitting, *(({"base_config": config}, lengths) for config, lengths in fitting)):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert f"--lengths {lengths} --suite" in Read(page(read_evidence(tmp_path))).sections["recall"]
 

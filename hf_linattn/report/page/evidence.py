@@ -74,6 +74,7 @@ def read_evidence(folder: str | os.PathLike[str]) -> Evidence:
 def _positions(folder: Path) -> int | None:
     file = folder / "config.json"
     said = read_object(file, "save the model again") if file.is_file() else {}
+    said = said.get("base_config", said)  # of a converted model
     return min((said[name] for name in POSITIONS if isinstance(said.get(name), int)), default=None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_linattn.config import require
+from hf_linattn.evaluation.next_token import even_places
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -111,7 +112,7 @@ class DataArguments:
     def tested(self, test: Dataset) -> Dataset:
         """Return the documents of the test split that are measured on, from all over it: it may be sorted."""
         count = min(len(test), self.max_test_documents or len(test))
-        return test if count == len(test) else test.select([place * len(test) // count for place in range(count)])
+        return test if count == len(test) else test.select(even_places(len(test), count))
 
 
 def _weights(given: Any) -> Any:
