@@ -46,13 +46,23 @@ if TYPE_CHECKING:
 
 SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LENGTH, SUITE_LENGTH = 512, 1024  # tokens of a window, where none are asked for and there are as many positions
-LONG_PROMPTS = 1000
+LONG_PROMPTS = 1000  # or half the positions
 OUTPUT = Path("evaluation.json")
 Answer = TypeVar("Answer")
 TaskDir = Annotated[
     Path | None, typer.Option("--task_dir", "--task-dir", help="suite: JSON lines of tasks; default: the Hub")
 ]
 TaskFiles = Annotated[Path, typer.Option("--task_files", "--task-files", help="suite: a folder of task files")]
+LongPrompts = Annotated[
+    int | None,
+    typer.Option(
+        help="suite: tasks also with examples, until prompts have more tokens than this; 0: not; default: 1000, or"
+        " half the positions"
+    ),
+]
+Lengths = Annotated[
+    str | None, typer.Option(help="suite: tokens of generated tests, by commas; default: 1024, or all positions")
+]
 # kind of evaluation -> how errors call it
 KINDS = {
     "perplexity": "perplexity", "suite": "suites (--suite)", "classifier": "classifiers",
@@ -88,13 +98,11 @@ def evaluate(
     task_files: TaskFiles = Path("recipes/tasks"),
     tasks: Annotated[str | None, typer.Option(help="suite: names of tasks, by commas; default: all files")] = None,
     limit: Annotated[int, typer.Option(help="suite: first items of each task; 0: all")] = 200,
-    long_prompts: Annotated[
-        int, typer.Option(help="suite: tasks also with examples, until prompts have more tokens than this; 0: not")
-    ] = LONG_PROMPTS,
+    long_prompts: LongPrompts = None,
     generated: Annotated[int | None, typer.Option(help="suite: items whose answer is generated; default: all")] = None,
     num_windows: Annotated[int, typer.Option(help="suite: first windows of the text; 0: all")] = 32,
     recall: Annotated[str | None, typer.Option(help="suite: generated tests, by commas; default: all")] = None,
-    lengths: Annotated[str, typer.Option(help="suite: tokens of generated tests, by commas")] = "1024",
+    lengths: Lengths = None,
     samples: Annotated[int, typer.Option(help="suite: prompts of each generated test and length")] = 20,
     seed: Annotated[int, typer.Option(help="suite: chooses examples and generated tests")] = 0,
     text_column: TextColumn = "text",
@@ -122,15 +130,15 @@ def evaluate(
         else:
             check_writable("output", output)
             options = suite_options(
-                texts=tuple(texts), length=SUITE_LENGTH if max_length is None else max_length, num_samples=samples,
-                num_windows=num_windows or None, recall_tasks=names(recall), tasks=names(tasks), limit=limit or None,
-                lengths=tuple(numbers("lengths", lengths)), task_files=locate(task_files), task_dir=task_dir,
-                long_prompts=long_prompts or None, num_generated=generated, batch_size=batch_size, seed=seed,
-                progress=not as_json,
+                texts=tuple(texts), num_samples=samples, num_windows=num_windows or None, recall_tasks=names(recall),
+                tasks=names(tasks), limit=limit or None, task_files=locate(task_files), task_dir=task_dir,
+                num_generated=generated, batch_size=batch_size, seed=seed, progress=not as_json,
             )  # fmt: skip
+            of_tests = None if lengths is None else tuple(numbers("lengths", lengths))
+            asked = {"length": max_length, "lengths": of_tests, "long_prompts": long_prompts}
             beside = {"original": original, "control": control}
             paths = {role: path for role, path in beside.items() if path} | {"converted": model}
-            document, *shown = run_suite(suite, paths, options, dtype, max_length)
+            document, *shown = run_suite(suite, paths, options, dtype, asked)
     show(document, as_json, *shown, file=output if suite is not None else None)
 
 
@@ -195,11 +203,11 @@ def text_perplexity(
 
 
 def run_suite(
-    suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, max_length: int | None
+    suite: str, paths: dict[str, str], options: SuiteOptions, dtype: str | None, asked: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Return the JSON document, and what is shown in its place; one model is in memory at a time.
 
-    max_length: as given; None: the windows of `options`, or all positions where a model has fewer.
+    asked: the lengths of `options` that were given; None: those of `default_lengths`.
     """
     from ..evaluation import side_by_side
     from ..evaluation import suite as suites
@@ -213,11 +221,12 @@ def run_suite(
     # before hours go into the measurements: prompts that one model has positions for are those of all
     facts = {role: ask(role, path, dtype, facts_of) for role, path in paths.items()}
     limit = suites.fewest(*(limit for limit, _, _ in facts.values()))
-    if max_length is None:
-        options = dataclasses.replace(options, length=min(options.length, limit or options.length))
-    elif limit is not None and "language" in chosen:
-        require("max_length", max_length, max_length <= limit, f"at most {limit}, the positions that the models have")
-    options = dataclasses.replace(options, positions=limit)
+    length = asked["length"]
+    if length is not None and limit is not None and "language" in chosen:
+        require("max_length", length, length <= limit, f"at most {limit}, the positions that the models have")
+    lengths = default_lengths(limit) | {name: value for name, value in asked.items() if value is not None}
+    lengths["long_prompts"] = lengths["long_prompts"] or None
+    options = dataclasses.replace(options, positions=limit, **lengths)
     _, window, place = facts["converted"]
     provenance = collect_provenance(options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", **place)
     measured = {
@@ -236,6 +245,17 @@ def run_suite(
     }
     means = [means_table(report.means)] if report.means else []
     return document, suite_table(report), *means
+
+
+def default_lengths(limit: int | None) -> dict[str, Any]:
+    """Return the lengths that a suite has by default, of models with as many positions; None: any number.
+
+    >>> default_lengths(512)
+    {'length': 512, 'lengths': (512,), 'long_prompts': 256}
+    """
+    length = SUITE_LENGTH if limit is None else min(SUITE_LENGTH, limit)
+    prompts = LONG_PROMPTS if limit is None else min(LONG_PROMPTS, limit // 2)
+    return {"length": length, "lengths": (length,), "long_prompts": prompts}
 
 
 def ask(role: str, path: str, dtype: str | None, question: Callable[[PreTrainedModel], Answer]) -> Answer:

@@ -317,6 +317,21 @@ def test_columns_of_models_that_are_not_given_stay_empty(folders, task_dir, tmp_
     assert [row["metric"] for row in found["rows"]] == ["acc"] and found["means"][0]["of_original"] is None
 
 
+def test_lengths_fit_the_positions_by_default(spelling, task_dir, tmp_path):
+    """Of a model that has 512 of them: 1,024 tokens would be refused."""
+    folder, text, output = tmp_path / "model", tmp_path / "text.txt", tmp_path / "found.json"
+    make_model("gpt2", n_positions=512, vocab_size=len(spelling)).save_pretrained(folder)
+    spelling.save_pretrained(folder)
+    text.write_text(words(1500, 3))
+    flags = "--task_dir", task_dir, "--task_files", TASK_FILES, "--tasks", "copa", "--limit", 2, "--generated", 0
+    made = "--recall", "single_text", "--samples", 1, "--num-windows", 1
+    found = json.loads(run(folder, text, "--suite", "all", *flags, *made, "--output", output, "--json"))["rows"]
+    assert {row["facts"]["length"] for row in found if row["suite"] == "recall"} == {512}
+    assert max(row["facts"].get("last", 0) for row in found) == 511, "windows of all positions"
+    tasks = {row["facts"]["long_prompts"]: row["prompt_tokens"] for row in found if row["suite"] == "tasks"}
+    assert min(tasks[True]) > 256 > max(tasks[False])
+
+
 def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task_dir, tmp_path):
     output = tmp_path / "found.json"
     flags = "--suite", "tasks", "--task_dir", task_dir, "--task_files", TASK_FILES, "--output", output
