@@ -129,7 +129,13 @@ class StateLayer(CacheLayerMixin):
         self.seq_length += self.handed
 
     def _note(self, mask: Tensor | None) -> None:
-        """Note how many tokens of each row were real; nothing where some were read in a compiled graph."""
+        """Note how many tokens of each row were real; nothing where some were read in a compiled graph.
+
+        Nor where another cache had a window of keys before: which of those that it dropped were pads, it cannot say.
+        """
+        if self.pending is not None and self.pending[0].shape[-2] < self.seq_length - self.handed:
+            self.noted = None
+            return
         first = 0 if self.pending is not None else self.seq_length - self.handed
         real, seen = self.noted or (None, 0)
         if is_recorded() or seen != first:

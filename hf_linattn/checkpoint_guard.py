@@ -30,10 +30,11 @@ def guard(models: Any) -> None:
 def require_own_config(name: Any, config: Any, kwargs: dict[str, Any]) -> None:
     """Raise `CheckpointError` for an unmarked config beside the name of a converted checkpoint.
 
-    Only a config that was not read from there itself has the file read once more.
+    One that was read from there may be of another subfolder or revision, or of before it was converted. A GGUF file,
+    which takes long to read, is never converted.
     """
     marked = MODEL_TYPE in getattr(config, "__dict__", ())
-    if config is None or name is None or marked or str(getattr(config, "_name_or_path", "")) == str(name):
+    if config is None or name is None or marked or kwargs.get("gguf_file") is not None:
         return
     try:
         said, _ = PreTrainedConfig.get_config_dict(name, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from .plan import Plan, read_plan, softmax_beside_states
 from .reading import reading
 
 FORMAT_VERSION = 1
+LISTS = ("plan", "heads", "kept", "scores", "sharing")  # fields of the JSON
 PLAN_SUFFIX = ".json"  # how the name of a file that holds a plan ends
 
 
@@ -92,7 +94,7 @@ class ChosenPlan(list[dict[str, Any]]):
         for heads, layers in places.items():
             whole = all(len(heads) == record.heads[layer] for layer in layers)
             named = {} if whole else {"heads": list(heads)}
-            entries.append({**record.replace, "layers": layers, **named})
+            entries.append({**copy.deepcopy(record.replace), "layers": layers, **named})
         converted = set(range(len(record.heads))) - exact
         return cls(entries + softmax_beside_states(converted, record.sharing), record)
 
@@ -136,6 +138,13 @@ class ChosenPlan(list[dict[str, Any]]):
         names = [f.name for f in fields(PlanRecord)]
         if missing := [name for name in ("plan", *names) if name not in document]:
             raise CheckpointError(f"plan: the field {missing[0]!r} is missing; give what ChosenPlan.to_json wrote")
+        for name in LISTS:
+            given = document[name]
+            if not isinstance(given, list) or (name == "plan" and not all(isinstance(x, dict) for x in given)):
+                expected = "a list of entries" if name == "plan" else "a list"
+                raise CheckpointError(
+                    f"plan: the field {name!r} must be {expected}, got {given!r}; give what ChosenPlan.to_json wrote"
+                )
         return cls(document["plan"], PlanRecord(**{name: document[name] for name in names}))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -35,8 +35,7 @@ class MechanismConfig:
     seed: int = field(default=0, metadata={"help": "seed of everything random in the mechanism; one stream per layer"})
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        require("seed", self.seed, whole and 0 <= self.seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
+        require_seed(self.seed)
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             require(f.name, value, f.type not in (bool, "bool") or isinstance(value, bool), "True or False")
@@ -44,7 +43,7 @@ class MechanismConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> MechanismConfig:
         """Build the config from keyword options; an unknown one raises `OptionError` with the nearest names."""
-        known = {f.name for f in dataclasses.fields(cls)}
+        known = {f.name for f in dataclasses.fields(cls) if f.init}
         former = {name: new for name, new in FORMER_OPTIONS.items() if new in known and name not in known}
         given: dict[str, Any] = {}
         for name, value in options.items():
@@ -57,6 +56,9 @@ class MechanismConfig:
                     raise OptionError(f"{name!r} is a former name of the option {new!r}; give one of them, not both")
                 warn_of_former_name("option", name, new)
             given[new] = value
+        for f in dataclasses.fields(cls):
+            if f.init and f.name not in given and f.default is f.default_factory is dataclasses.MISSING:
+                raise OptionError(f"mechanism {cls.mechanism!r} needs the option {f.name!r}; give it a value")
         return cls(**given)
 
     @classmethod
@@ -71,7 +73,8 @@ class MechanismConfig:
 
     def to_options(self) -> dict[str, Any]:
         """Return the options as JSON-able data, the inverse of `from_options`."""
-        return dataclasses.asdict(self)
+        options = dataclasses.asdict(self)
+        return {f.name: options[f.name] for f in dataclasses.fields(self) if f.init}
 
 
 def require(name: str, value: object, valid: bool, expected: str) -> None:
@@ -88,6 +91,12 @@ def require_count(name: str, value: Any, least: int = 1, optional: bool = False)
     integer = isinstance(value, int) and not isinstance(value, bool)
     require(name, value, integer and value >= least, f"{either}an integer >= {least}")
     require(name, value, value <= LARGEST_COUNT, f"{either}at most {LARGEST_COUNT:,}")
+
+
+def require_seed(seed: Any) -> None:
+    """Raise `OptionError` unless a seed is an integer that every generator takes."""
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    require("seed", seed, whole and 0 <= seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
 
 
 def require_finite(name: str, scores: Iterable[float]) -> None:

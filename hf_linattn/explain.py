@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_call import AttentionCall, intercept_attention
+from .config import require
 from .inference import accepted, evaluation_mode, kept_generators, without_labels
 from .mechanisms import Mechanism
 from .ops.dispatch import Decision, recording
@@ -112,6 +113,8 @@ def explain_backend(model: nn.Module, inputs: Mapping[str, Any] | Tensor) -> Bac
         1      linear     torch    torch    torch     torch
     """
     mechanisms, rows = get_mechanisms(model), {}
+    known = isinstance(inputs, (Tensor, Mapping))
+    require("inputs", inputs, known, "token ids as a tensor, or a mapping of inputs, as a tokenizer returns it")
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else without_labels(inputs)
 
     def interceptor(path: str, mechanism: Mechanism, call: AttentionCall) -> Tensor:

@@ -36,7 +36,7 @@ def lower(parameters: Sequence[nn.Parameter], measure: Callable[[], Tensor], ste
         nonlocal best, least
         optimizer.zero_grad()
         error = measure()
-        error.backward()
+        error.backward(inputs=list(parameters))  # of what else the error knows no gradient is left behind
         gradients = (p.grad for p in parameters if p.grad is not None)
         if not all(bool(x.isfinite().all()) for x in (error, *parameters, *gradients)):
             raise _NotFiniteError

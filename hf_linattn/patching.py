@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -347,7 +348,7 @@ def _resolve(
         raise PatchError(
             f"the patch config is for {mechanism.num_layers} attention layers, the model has {num_layers}"
         )
-    return mechanism
+    return copy.deepcopy(mechanism)
 
 
 def _resolve_cross(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -132,7 +133,8 @@ class PatchConfig:
         if isinstance(plan, MechanismConfig) and options:
             given = next(iter(options))
             raise OptionError(f"a mechanism config carries its options itself; remove the argument {given!r}")
-        config: Any = plan if isinstance(plan, MechanismConfig) else make_config(plan, options)  # type: ignore[arg-type]
+        own = isinstance(plan, MechanismConfig)  # the caller's, who may go on with it
+        config: Any = copy.deepcopy(plan) if own else make_config(plan, options)  # type: ignore[arg-type]
         return cls(dict.fromkeys(parse_layers(layers, num_layers), config), num_layers)
 
 
@@ -185,6 +187,7 @@ def parse_indices(spec: LayerSpec, count: int, kind: str, place: str) -> list[in
     if spec is None:
         return list(range(count))
     indices: set[int] = set()
+    spec = spec.tolist() if hasattr(spec, "tolist") else spec  # of numpy and PyTorch
     parts = spec.split(",") if isinstance(spec, str) else spec if isinstance(spec, Iterable) else [spec]
     for part in parts:
         for index in _parse_range(part, spec, kind):

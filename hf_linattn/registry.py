@@ -142,7 +142,7 @@ class MechanismRegistry(Registry[Any]):
         """As the base, and leave the name where plans and checkpoints look for it."""
         super()._admit(name, entry)
         _require_module_name(name)
-        config = entry.config_class
+        config = _require_config(name, entry)
         options = [option.name for option in dataclasses.fields(config)]
         if taken := [option for option in RESERVED if option in options]:
             raise OptionError(
@@ -156,6 +156,17 @@ class MechanismRegistry(Registry[Any]):
                 f" {entry.__qualname__} its own: `class {entry.__name__}Config({config.__name__}): pass`"
             )
         config.mechanism = name
+
+
+def _require_config(name: str, entry: Any) -> Any:
+    """Return the `config_class` of a mechanism; `OptionError` unless it is a dataclass."""
+    config = getattr(entry, "config_class", None)
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise OptionError(
+            f"mechanism {name!r} is to be a subclass of Mechanism whose config_class is a dataclass on"
+            f" MechanismConfig, got {entry.__qualname__} with {config!r}; see docs/extending.md"
+        )
+    return config
 
 
 def _require_module_name(name: str) -> None:

@@ -90,6 +90,7 @@ def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
     patches = patched_parts(model)
     for part, patch in patches.values():
         require_places(part, patch.config)
+        require_options(part, patch.config)
     parts = {path: patch.config.to_dict() for path, (_, patch) in patches.items()}
     if parts:
         return parts[""] if "" in parts else {saved_config.PARTS: parts}
@@ -113,6 +114,16 @@ def require_places(model: PreTrainedModel, config: PatchConfig) -> None:
         places = [None if mechanism is None else (mechanism.layer.index, mechanism.config) for mechanism in found]
         if places != [(i, plan.layers.get(i, make_config("softmax", {}))) for i in range(plan.num_layers)]:
             raise PatchError(f"the attention layers of {type(model).__name__} {MOVED}")
+
+
+def require_options(model: PreTrainedModel, config: PatchConfig) -> None:
+    """Raise `PatchError` where options of mechanisms were changed since they were made, of which its config is."""
+    said = vars(model.config).get("hf_linattn")
+    if said is not None and said != config.to_dict():
+        raise PatchError(
+            f"options of the mechanisms of {type(model).__name__} were changed after patch_model, which a saved model"
+            " would not say; unpatch_model(model), and patch it with the new options"
+        )
 
 
 def is_marked(folder: Path) -> bool:

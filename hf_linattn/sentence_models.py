@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,12 @@ if TYPE_CHECKING:
 PACKAGE = "sentence_transformers"
 MODULES_FILE = "modules.json"
 CONFIG_FILE = "config_sentence_transformers.json"
+TRANSFORMER_FILE = "sentence_bert_config.json"  # what its first module makes of a model of transformers
 EMBEDDING, PAIRS = "SentenceTransformer", "CrossEncoder"  # what a folder may hold; others make no single embedding
 ENCODER = "Transformer"  # the module that holds a model of transformers
 KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize")  # modules that may follow it
+PAIR_PROMPTS = (("query",), ("document", "passage", "corpus"))  # of a pair's texts, the first name that there is
+COSINE = "cosine"
 SHOWN = 40  # characters of a text in a message
 
 
@@ -74,13 +78,32 @@ def pair_activation(option: str, name: str) -> str | None:
     return older or config.get("sbert_ce_default_activation_function")
 
 
+def keep_pair_files(option: str, name: str, folder: Path) -> None:
+    """Copy what makes a folder a `CrossEncoder` with its own activation and prompts; nothing where it is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if (_read_json(option, name, CONFIG_FILE) or {}).get("model_type") != PAIRS:
+        return
+    for file in (CONFIG_FILE, MODULES_FILE, TRANSFORMER_FILE):
+        if (path := _find(option, name, file)) is not None:
+            shutil.copyfile(path, folder / file)
+
+
 def _read_json(option: str, name: str, file: str) -> Any:
     """Return what a file of a folder, or of a model of the Hub, says; None where there is no such file."""
+    path = _find(option, name, file)
+    with reading(option, name, "give a folder with a saved model"):
+        return path and json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _find(option: str, name: str, file: str) -> str | None:
+    """Return where a file of a folder, or of a model of the Hub, lies; None where there is no such file."""
     from transformers.utils import cached_file
 
     with reading(option, name, "give a folder with a saved model, or the name of one on the Hub and a connection"):
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        return path and json.loads(Path(path).read_text(encoding="utf-8"))
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
 class SentenceModel:
@@ -91,9 +114,11 @@ class SentenceModel:
 
     Attributes:
         tokenizer: of the model; its `model_max_length` is the `max_seq_length` that is saved.
+        prompt: before every text, else empty. pair_prompts: before what is looked for by, and before what is found.
 
     Raises:
-        UnsupportedModelError: sentence-transformers is not installed, or a module is none of those that are known.
+        UnsupportedModelError: sentence-transformers is not installed, a module is none of those that are known,
+            prompts are left out of pooling, or embeddings are compared by more than their angle.
         CheckpointError: the folder cannot be read, or holds no embedding model.
     """
 
@@ -119,13 +144,24 @@ class SentenceModel:
                 f"{option}={name!r} has the modules {', '.join(kinds)}; what is converted is a {ENCODER}, then"
                 f" Pooling, and after it any of {', '.join(KNOWN[1:])}"
             )
-        prompt = self._whole.prompts.get(self._whole.default_prompt_name) or ""
+        given = self._whole.prompts
+        self.prompt = given.get(self._whole.default_prompt_name) or ""
+        self.pair_prompts = tuple(
+            next((given[role] or "" for role in roles if role in given), self.prompt) for roles in PAIR_PROMPTS
+        )
+        prompt = next(filter(None, (self.prompt, *self.pair_prompts)), "")
         if prompt and not all(getattr(module, "include_prompt", True) for module in self._whole):
             raise UnsupportedModelError(
                 f"{option}={name!r} leaves the prompt {prompt!r} out of its pooling (include_prompt=False), which is"
-                " not supported; save it without default_prompt_name"
+                " not supported; save it without prompts"
             )
-        self.prompt = prompt
+        similarity = str(self._whole.similarity_fn_name or COSINE)
+        if similarity != COSINE and kinds[-1] != "Normalize":
+            raise UnsupportedModelError(
+                f"{option}={name!r} compares embeddings by similarity_fn_name={similarity!r}, in which their lengths"
+                f" count, while cosines are taught and scored; save it with similarity_fn_name={COSINE!r}, or with a"
+                " Normalize module"
+            )
         self.tokenizer = self._whole.tokenizer
         if self.tokenizer.pad_token_id is None:
             raise DataError(f"pad_token: the tokenizer of {name!r} has none; a batch of texts needs one, set it")
@@ -156,14 +192,20 @@ class SentenceModel:
         with self.holding(encoder) as whole:
             whole.save_pretrained(str(folder), create_model_card=False)
 
-    def encode(self, texts: Sequence[str], max_length: int, split: str = "test") -> dict[str, list[list[int]]]:
-        """Return `input_ids` and `attention_mask` of texts, with the model's own prompt, cut to `max_length` tokens.
+    def encode(
+        self, texts: Sequence[str], max_length: int, split: str = "test", prompts: Sequence[str] | None = None
+    ) -> dict[str, list[list[int]]]:
+        """Return `input_ids` and `attention_mask` of texts, with the prompt of each, cut to `max_length` tokens.
+
+        prompts: None: the model's own, its `default_prompt_name`, for all.
 
         Raises:
             DataError: the tokenizer leaves no token of a text.
         """
+        prompts = [self.prompt] * len(texts) if prompts is None else prompts
         encoded = self.tokenizer(
-            [self.prompt + text for text in texts], truncation=True, max_length=max_length, verbose=False,
+            [prompt + text for prompt, text in zip(prompts, texts, strict=True)],
+            truncation=True, max_length=max_length, verbose=False,
             return_special_tokens_mask=True, return_token_type_ids=False,
         )  # fmt: skip
         for text, special in zip(texts, encoded["special_tokens_mask"], strict=True):
@@ -205,12 +247,13 @@ class SentenceModel:
         max_length: int,
         batch_size: int = 32,
         windows: DocumentWindows | None = None,
+        prompts: Sequence[str] | None = None,
         progress: bool = False,
     ) -> Tensor:
-        """Return the embeddings of texts, of length 1, in float32 on the CPU: [texts, D]."""
+        """Return the embeddings of texts, of length 1, in float32 on the CPU: [texts, D]; `prompts` as in `encode`."""
         from .evaluation.retrieval import in_batches  # needs the extra [eval], which a conversion does without
 
-        encoded = self.encode(texts, max_length)["input_ids"]
+        encoded = self.encode(texts, max_length, prompts=prompts)["input_ids"]
         device, pad = architecture.root_model(encoder).device, padding_token(encoder, self.tokenizer)
 
         def read(chosen: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner
 
-from hf_linattn import DataError, OptionError, PatchError, UnsupportedModelError, advice, patch_model
+from hf_linattn import DataError, OptionError, PatchError, UnknownNameError, UnsupportedModelError, advice, patch_model
 from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend, trial
 from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
@@ -263,6 +263,13 @@ def test_every_kind_of_plan_is_data_in_the_document_and_made_by_the_command(plan
     assert name_or_plan("mechanism", given[given.index("--mechanism") + 1]) == data
 
 
+def test_an_edited_candidate_leaves_later_ones_alone():
+    want = candidate_plans(8)
+    for plan in candidate_plans(8).values():
+        plan[0]["options"]["window_size"] = 1
+    assert candidate_plans(8) == want
+
+
 def test_candidates_resolve_and_leave_every_fourth_layer():
     for plan in candidate_plans(8).values():
         assert PatchConfig.from_plan(plan, 8).count in (6, 8)
@@ -298,6 +305,11 @@ def test_what_cannot_be_advised_on_is_refused(texts):
         advise(make_model("gpt2"), tokenizer, texts, 10**6)
     (said,) = re.findall(r"advise gpt2 .*--length (\d+)", command.__doc__)
     assert int(said) + ROOM <= GPT2Config().n_positions
+    for name in ("prompts", "windows", "block_size", "lora_rank", "calibration_tokens"):
+        with pytest.raises(OptionError, match=f"{name} must be an integer >= 1, got 0"):
+            replace(SETTINGS, **{name: 0})
+    with pytest.raises(UnknownNameError, match="did you mean single_text"):
+        replace(SETTINGS, recall_task="single_texts")
     with pytest.raises(OptionError, match="plans must be"):
         advise(model, tokenizer, texts, 16, plans={})
     with pytest.raises(DataError, match="windows of 64 tokens for windows"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hf_linattn.testing.models import positions_of
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from tests.helpers import generate
 from tests.mechanisms.test_softmax_type import NAMES
+from tests.ops.cpu_cases import make_heads, make_mechanism
 
 # all that were in transformers when this was written but two that choose their keys themselves, and cannot be patched
 FAMILIES = [
@@ -106,6 +108,29 @@ def test_windows_become_local_and_decoding_is_as_the_original(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(generate(loaded, tokens, 9, attention_mask=mask)[1], got[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"linear": "learned_exp", "initial_share": 0.5}], ids=["default", "open"])
+def test_a_hybrid_beside_a_sink_takes_half_precision(causal, kind, options):
+    """The sink makes the near part float32; what is far came in the dtype of the heads."""
+    mechanism = make_mechanism("hybrid", causal, window_size=9, sink_logit="one", **options)
+    heads = [x.to(kind) for x in make_heads(2, 70)]
+    exact = copy.deepcopy(mechanism).double()
+    exact.backend = "torch"
+    want = exact(*(x.double() for x in heads))[0]
+    got = mechanism(*heads)[0]
+    assert got.dtype == kind
+    assert float((got.double() - want).norm() / want.norm()) < {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}[kind]
+
+
+def test_a_fit_leaves_no_gradient_on_the_sinks_of_the_layer():
+    """They are in the error; a first step of training would begin with it."""
+    model = patch_model(make("gpt_oss"), "hybrid", window_size=4, initial_share=0.5)
+    calibrate(model, [{"input_ids": random_tokens(4, LENGTH)}], steps=2)
+    assert sinks_of(model) and all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("plan", [{"softmax": 0, "linformer": 1}, {"streaming": {"layers": 0}, "lsh": 1}], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache, masking_utils
 from transformers.models.aimv2.modeling_aimv2 import Aimv2TextConfig, Aimv2TextModel
 from transformers.models.llama import modeling_llama
 from transformers.models.phi4_multimodal.modeling_phi4_multimodal import (
@@ -140,6 +140,40 @@ def test_what_is_said_of_a_mask_holds_where_a_model_drops_queries(plan, kept):
     assert masks["sliding_attention"].shape == (2, 1, LENGTH, LENGTH)
     got = model(given["input_ids"], attention_mask=masks, logits_to_keep=kept, use_cache=False).logits
     assert_close(got, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded_rows", [True, False])
+@pytest.mark.parametrize(
+    "plan",
+    ["nystrom", {"gated_deltanet": {"rotation": "kept", "conv_size": 4}},
+     {"gated_deltanet": {"rotation": "kept", "output_gate": True}},
+     {"fusion": {"members": {"nystrom": {}, "linear": {}}}}],
+    ids=["nystrom", "conv", "gate", "fusion"],
+)  # fmt: skip
+def test_no_query_is_dropped_where_others_or_the_input_are_read(plan, padded_rows):
+    model = fill(patch_model(make_sharing("Gemma4"), plan))
+    given = padded(left=True) if padded_rows else {"input_ids": make_tokens(2, 40)}
+    want = model(**given, use_cache=False).logits[:, -1:]
+    got = model(**given, logits_to_keep=1).logits
+    assert_close(got, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("plan", ["linear", "softmax", {"linear": {"heads": 0}}])
+def test_padded_rows_go_on_behind_a_cache_where_a_model_drops_queries(plan):
+    """The key mask covers the tokens of the cache too."""
+    model, given = patch_model(make_sharing("Gemma4"), plan), padded(left=True)
+    mask = given["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want, cache = model(**given, position_ids=positions, use_cache=False).logits, DynamicCache(config=model.config)
+    for part in torch.arange(LENGTH).split([LENGTH - 5, 4, 1]):
+        last = int(part[-1]) + 1
+        got = model(
+            given["input_ids"][:, part], attention_mask=mask[:, :last], position_ids=positions[:, part],
+            past_key_values=cache,
+        ).logits  # fmt: skip
+        assert_close(got * mask[:, part, None], want[:, part] * mask[:, part, None])
 
 
 @torch.no_grad()

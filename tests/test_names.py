@@ -103,6 +103,9 @@ OWN_CONFIGS = {
     "another config": lambda folder: AutoConfig.from_pretrained(folder / "plain"),
     "one made here": lambda folder: make_model("llama").config,
     "the folder of another": lambda folder: folder / "plain",
+    "that of before": lambda folder: AutoConfig.for_model("llama").from_dict(
+        AutoConfig.from_pretrained(folder / "plain").to_dict(), _name_or_path=str(folder)
+    ),
 }
 
 
@@ -119,6 +122,10 @@ def test_no_other_config_reads_a_converted_checkpoint(tmp_path, way):
         with pytest.raises(CheckpointError, match="leave config out"):
             AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     assert not is_patched(own_class.from_pretrained(tmp_path / "plain", config=config))
+    patch_model(make_model("llama"), "linear").save_pretrained(tmp_path / "plain" / "converted")
+    root = {"subfolder": "converted", "config": AutoConfig.from_pretrained(tmp_path / "plain")}
+    with pytest.raises(CheckpointError, match="leave config out"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **root)
     own = AutoConfig.from_pretrained(tmp_path)
     own.use_cache = False
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=own)

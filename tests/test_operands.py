@@ -105,6 +105,17 @@ def test_a_cache_of_other_rows_is_refused_and_goes_on(mechanism, rows, new):
 
 @torch.no_grad()
 @each_mechanism
+def test_a_mask_of_numbers_is_one_of_booleans(mechanism):
+    """As tokenizers write it."""
+    made, call = make_mechanism(mechanism), make_call()
+    mask, ids = torch.arange(N)[None] > 2, (torch.arange(N)[None] > 6).long()
+    for packed in ({}, {"sequence_ids": ids}):
+        whole, real = (made(**call, **packed, key_padding_mask=x)[0] for x in (mask.long(), mask))
+        assert torch.equal(whole, real)
+
+
+@torch.no_grad()
+@each_mechanism
 def test_one_row_of_a_mask_or_of_ids_still_stands_for_all(mechanism):
     made, call = make_mechanism(mechanism), make_call()
     row = {"key_padding_mask": torch.arange(N)[None] > 2, "sequence_ids": (torch.arange(N)[None] > 6).long()}

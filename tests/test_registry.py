@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from inspect import signature
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_linattn import (
     OptionError,
+    PatchError,
     UnknownNameError,
     get_mechanisms,
     get_patch_config,
+    is_patched,
     list_mechanisms,
     patch_model,
     register_mechanism,
 )
 from hf_linattn import registry as registry_module
-from hf_linattn.config import MechanismConfig
+from hf_linattn.cards import changed_options
+from hf_linattn.config import MechanismConfig, make_config
 from hf_linattn.errors import warn_of_former_name
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
+from hf_linattn.plan import PatchConfig
 from hf_linattn.registry import FORMER_MECHANISMS, RESERVED, Registry
 from tests.helpers import logits_of, make_tokens
 from tests.models import make_model
@@ -237,6 +242,75 @@ def test_an_option_that_plans_and_patch_model_have_is_refused(own_mechanisms):
         with pytest.raises(OptionError, match=f"mechanism 'mine' has the option {name!r}, .*give it another name"):
             register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
     assert "mine" not in list_mechanisms()
+
+
+def test_what_is_no_mechanism_is_refused(own_mechanisms):
+    with pytest.raises(OptionError, match="'mine' is to be a subclass of Mechanism whose config_class is a dataclass"):
+        register_mechanism("mine")(type("Mine", (), {}))
+    with pytest.raises(OptionError, match="config_class is a dataclass on MechanismConfig, got Mine with"):
+        register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": dict}))
+    assert "mine" not in list_mechanisms()
+
+
+def test_an_option_without_a_default_is_asked_for_and_named_in_cards(own_mechanisms):
+    config = make_dataclass("MineConfig", [("rate", float)], bases=(LinearConfig,), kw_only=True)
+    register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    with pytest.raises(OptionError, match="mechanism 'mine' needs the option 'rate'; give it a value"):
+        patch_model(make_model("llama"), "mine")
+    model = patch_model(make_model("llama"), "mine", rate=0.5)
+    assert changed_options("mine", get_patch_config(model).layers[0].to_options()) == {"rate": 0.5}
+
+
+def test_what_a_config_makes_of_its_options_is_none_of_them(own_mechanisms, tmp_path):
+    derived = [("twice", int, field(init=False, default=0))]
+    config = make_dataclass("MineConfig", derived, bases=(LinearConfig,))
+    register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    patch_model(make_model("llama"), "mine").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "twice" not in get_patch_config(loaded).layers[0].to_options()
+
+
+def test_an_option_that_no_config_file_can_hold_is_refused(own_mechanisms):
+    config = make_dataclass("MineConfig", [("kind", object, torch.float32)], bases=(LinearConfig,))
+    register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    model = make_model("llama")
+    with pytest.raises(OptionError, match=r"the option 'kind' of mechanism 'mine' is torch\.float32, which no saved"):
+        patch_model(model, "mine")
+    assert not is_patched(model)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_tensor_that_a_checkpoint_leaves_out_is_refused(own_mechanisms, kind):
+    """A model that is loaded would have whatever was in memory."""
+
+    class Mine(LinearMechanism):
+        config_class = make_dataclass("MineConfig", [], bases=(LinearConfig,))
+
+        def __init__(self, config, layer):
+            super().__init__(config, layer)
+            if kind == "buffer":
+                self.register_buffer("scale", torch.ones(2), persistent=False)
+            else:
+                self.scale = torch.ones(2)
+
+    register_mechanism("mine")(Mine)
+    model = make_model("llama")
+    with pytest.raises(PatchError, match="mechanism 'mine' has the tensor 'scale', which a checkpoint leaves out"):
+        patch_model(model, "mine")
+    assert not is_patched(model)
+
+
+def test_a_config_that_is_changed_afterwards_changes_no_patched_model(tmp_path):
+    config = make_config("local", {"window_size": 4})
+    plan = PatchConfig.from_plan(config, 2)
+    models = [patch_model(make_model("llama"), given) for given in (config, plan)]
+    config.window_size = plan.layers[0].window_size = 16
+    for model in models:
+        assert {x.config.window_size for x in get_mechanisms(model).values()} == {4}
+    get_mechanisms(models[0])["model.layers.0.self_attn"].config.window_size = 16
+    with pytest.raises(PatchError, match=r"options of the mechanisms of .* were changed after patch_model"):
+        models[0].save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,12 +33,12 @@ def candidate_plans(num_layers: int, sharing: Sequence[Sequence[int]] = ()) -> d
     >>> candidate_plans(6)["softmax every 4th + deltanet"]
     [{'mechanism': 'deltanet', 'options': {'gate': True}, 'layers': [0, 1, 3, 4, 5]}]
     """
-    plans: dict[str, Plan] = {name: [dict(entry)] for name, entry in IN_ALL_LAYERS.items()}
+    plans: dict[str, Plan] = {name: [copy.deepcopy(dict(entry))] for name, entry in IN_ALL_LAYERS.items()}
     converted = most_layers(num_layers)
     if 0 < len(converted) < num_layers:
         for name in IN_MOST_LAYERS:
-            entries = [{**IN_ALL_LAYERS[name], "layers": converted}, *softmax_beside_states(converted, sharing)]
-            plans[f"softmax every {EVERY}th + {name}"] = entries
+            entry = {**copy.deepcopy(IN_ALL_LAYERS[name]), "layers": converted}
+            plans[f"softmax every {EVERY}th + {name}"] = [entry, *softmax_beside_states(converted, sharing)]
     return plans
 
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from ..cache import state_bytes
 from ..calibration import calibrate, what_is_fitted
+from ..config import require_count, require_known, require_seed
 from ..evaluation.next_token import token_losses
 from ..evaluation.paired import half_width
-from ..evaluation.recall import RecallPrompt, answer_prompts
+from ..evaluation.recall import RECALL_TASKS, RecallPrompt, answer_prompts
 from ..evaluation.speed import SpeedRow, measure_speed, prefill_cache, random_input_ids
 from ..inference import evaluation_mode
 from ..patching import get_mechanisms, patch_model, unpatch_model
@@ -62,6 +63,13 @@ class Settings:
     batch_size: int = 4
     lora_rank: int = 16
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("recall_task", "seed"):
+                require_count(name, value)
+        require_known("recall task", self.recall_task, RECALL_TASKS)
+        require_seed(self.seed)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,10 @@ def changed_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     >>> changed_options("local", {"window_size": 64, "seed": 0})
     {'window_size': 64}
     """
-    default = dataclasses.asdict(MECHANISMS.get(name).config_class())
+    default = {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(MECHANISMS.get(name).config_class)
+    }
     return {key: value for key, value in options.items() if key not in default or value != default[key]}
 
 

@@ -104,14 +104,17 @@ class PlanRequest:
         Raises:
             UnsupportedModelError: the model reads no text alone, by which it is chosen.
         """
-        from .. import choose_plan
+        from .. import MECHANISMS, choose_plan
         from ..architecture import require_token_ids
+        from ..config import make_config
 
         require_token_ids(model, "leave keep and plan auto out, and name a mechanism, and layers if not all")
         tokenizer = read_tokenizer("model", name)
+        ((name, options),) = self.replacement().items()
+        window = MECHANISMS.get(name).limit.window(make_config(name, options)) or 0
         return choose_plan(
             model, tokenizer, read_keep(self.keep or KEEP), replace=self.replacement(),
-            batches=text_batches(tokenizer, self.text, model) if self.text else None, unit=self.unit,
+            batches=text_batches(tokenizer, self.text, model, window) if self.text else None, unit=self.unit,
             signal=self.signal, search=self.search, seed=self.seed, progress=progress,
         )  # fmt: skip
 
@@ -128,11 +131,14 @@ def read_keep(text: str) -> float | int:
         raise OptionError(f"keep must be a share like 0.1 or a number like 9, got {text!r}") from error
 
 
-def text_batches(tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel) -> list[dict[str, Any]]:
+def text_batches(
+    tokenizer: Any, texts: Sequence[Path], model: PreTrainedModel, window: int = 0
+) -> list[dict[str, Any]]:
     """Return the first tokens of the longest texts as rows [1, N]; short ones do not show what a window loses."""
     from ..positions.tables import known_positions
 
-    size = min(TEXT_LENGTH, known_positions(model) or TEXT_LENGTH)
+    length = max(TEXT_LENGTH, 2 * window)
+    size = min(length, known_positions(model) or length)
     batches = []
     for text in sorted(read_texts(texts, "text"), key=len, reverse=True)[:TEXT_ROWS]:
         options = {"truncation": True, "max_length": size, "return_tensors": "pt"}

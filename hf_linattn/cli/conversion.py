@@ -83,6 +83,7 @@ def run(wanted: Wanted) -> Done:
     """Convert a model, or say what would come of it."""
     from .. import ChosenPlan, patch_model, unpatch_model
     from ..cards import SENTENCES, Conversion, check_hub_id, loader_of, read_base
+    from ..sentence_models import keep_pair_files
 
     check_output(wanted.output)
     check_shard_size(wanted.max_shard_size)
@@ -122,6 +123,8 @@ def run(wanted: Wanted) -> Done:
         if modules is not None:
             modules.save(model, wanted.output)
         document |= write(model, wanted, conversion, chosen, beside.values())
+        if modules is None:
+            keep_pair_files("model", wanted.model, wanted.output)
     head = [] if chosen is None else [in_words(chosen)]
     return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate, wanted.plan.text)])
 

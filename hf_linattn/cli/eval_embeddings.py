@@ -88,4 +88,5 @@ def wanted(original: str | None, dtype: str | None, texts: Texts, reading: dict[
     limit, windows = position_limit(encoder), reading["windows"]
     if limit is not None and reading["max_length"] > limit and (windows is None or windows.length > limit):
         windows = windows_for(modules.tokenizer, limit)
-    return modules.embed_texts(encoder, texts.whole, **reading | {"windows": windows})
+    prompts = texts.prompts(modules)[0]
+    return modules.embed_texts(encoder, texts.whole, prompts=prompts, **reading | {"windows": windows})

@@ -23,6 +23,7 @@ class Texts:
     whole: list[str]
     queries: list[str]
     answers: list[str]
+    paired: bool = False  # given
 
     @classmethod
     def of(cls, rows: Any) -> Texts:
@@ -31,7 +32,16 @@ class Texts:
             whole = list(rows["text"])
             return cls(whole, *halves(whole))
         pairs = list(rows["text"]), [second or "" for second in rows["text_pair"]]
-        return cls([*pairs[0], *pairs[1]], *pairs)
+        return cls([*pairs[0], *pairs[1]], *pairs, paired=True)
+
+    def prompts(self, modules: SentenceModel) -> tuple[list[str], list[str], list[str]]:
+        """Return the prompts of `whole`, `queries` and `answers`: of given pairs those for queries and for documents.
+
+        They are those of `encode_query` and `encode_document` of sentence-transformers.
+        """
+        query, document = modules.pair_prompts if self.paired else (modules.prompt, modules.prompt)
+        queries, answers = [query] * len(self.queries), [document] * len(self.answers)
+        return [*queries, *answers] if self.paired else queries, queries, answers
 
     def check(self) -> None:
         """Raise `DataError` for texts that nothing can be looked for in."""
@@ -59,11 +69,12 @@ def embedding_scores(
     """
     options: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size, "windows": windows}
 
-    def embed(part: Sequence[str]) -> Tensor:
-        return modules.embed_texts(encoder, part, **options)
+    def embed(part: Sequence[str], prompts: Sequence[str]) -> Tensor:
+        return modules.embed_texts(encoder, part, prompts=prompts, **options)
 
-    found = retrieval_of_pairs(embed(texts.queries), embed(texts.answers), texts.answers)
+    of_whole, of_queries, of_answers = texts.prompts(modules)
+    found = retrieval_of_pairs(embed(texts.queries, of_queries), embed(texts.answers, of_answers), texts.answers)
     found["num_tokens"] = len(texts.queries)
     if wanted is not None:
-        found["cosine"] = float((embed(texts.whole).double() * wanted.double()).sum(-1).mean())
+        found["cosine"] = float((embed(texts.whole, of_whole).double() * wanted.double()).sum(-1).mean())
     return found

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_finite, require_texts
+from ..errors import DataError
 from ..inference import evaluation_mode, padding_token, progress_bar
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
@@ -53,7 +54,7 @@ def embed(
 
     Raises:
         OptionError: `max_length` is below 1.
-        DataError: `texts` is one string, or holds something else.
+        DataError: `texts` is one string, holds something else, or nothing.
 
     Examples:
         >>> from transformers import AutoModel, AutoTokenizer
@@ -66,6 +67,8 @@ def embed(
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
     texts, device = require_texts("texts", texts), architecture.root_model(model).device
+    if not texts:
+        raise DataError("texts is empty; give at least one text")
 
     def read(chosen: Sequence[int]) -> Tensor:
         batch = tokenizer(  # on the right: an encoder counts its positions from the left end
@@ -120,7 +123,7 @@ def retrieval(
 
     Raises:
         OptionError: fewer than two articles, k below 1, or an embedding that is not finite.
-        DataError: an article is one string, or holds something else.
+        DataError: an article is one string, or holds something else, or all are empty.
 
     Examples:
         >>> from hf_linattn.evaluation import retrieval
@@ -130,6 +133,8 @@ def retrieval(
     require("articles", len(articles), len(articles) >= 2, "at least two articles, as lists of paragraphs")
     require("k", k, k >= 1, "at least 1")
     paragraphs = [paragraph for article in articles for paragraph in require_texts("articles", article)]
+    if not paragraphs:
+        raise DataError("articles have no paragraph; give at least one")
     article = torch.tensor([number for number, article in enumerate(articles) for _ in article])
     options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
     queries, answers = halves(paragraphs)

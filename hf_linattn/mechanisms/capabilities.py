@@ -49,6 +49,7 @@ class Capabilities:
     takes_half: whether it takes heads in half precision as they come; else they come in float32.
     takes_sink: whether it takes the layer's own learned sinks.
     reads_hidden: the options for which it reads the layer's input, as they are written; empty where it does not.
+    reads_queries: whether an output depends on the queries of other tokens, so that none of these may be missing.
     splits: whether heads are independent but for parameters of each, so that tensor parallelism may share them out.
     backends: which of `POLICIES` in `ops/dispatch.py` can work through its causal form.
     limit: how it relates to softmax attention. citation: the paper it comes from.
@@ -70,6 +71,7 @@ class Capabilities:
     takes_half: bool = False
     takes_sink: bool = False
     reads_hidden: tuple[str, ...] = ()
+    reads_queries: bool = False
     splits: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...]] = ("auto", "torch")
     limit: ExactnessLimit = ExactnessLimit("none stated")

@@ -116,6 +116,7 @@ class CompositeMechanism(Mechanism):
         self.averages = all(member.averages for member in members)
         self.growth = max(member.growth for member in members)
         self.takes_sink = any(member.takes_sink for member in members)
+        self.reads_queries = any(member.reads_queries for member in members)
         self.reads_hidden = tuple({option: None for member in members for option in member.reads_hidden})
 
     def parts(self) -> list[Any]:

@@ -158,6 +158,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
         """Refuse options that the layer has nothing for."""
         config = self.config
         chosen = {"gate_input='hidden'": config.gate_input == "hidden", "output_gate=True": config.output_gate}
+        self.reads_queries = (config.conv_size or 1) > 1
         self.reads_hidden = tuple(option for option, wanted in chosen.items() if wanted)
         if self.reads_hidden and layer.hidden_size is None:
             raise UnsupportedModelError(

@@ -74,6 +74,7 @@ class NystromMechanism(SequenceMechanism):
 
     config_class = NystromConfig
     constant_state = False
+    reads_queries = True
     averages = False  # what is solved for may have negative weights
     limit = ExactnessLimit("softmax attention with num_landmarks >= n", equal=lambda length: {"num_landmarks": length})
     citation = "Xiong et al. 2021, Nystromformer, arXiv 2102.03902"

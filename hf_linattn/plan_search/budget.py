@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..config import require
-from ..errors import UnsupportedModeError
+from ..errors import OptionError, UnsupportedModeError
 from ..mechanisms import Mechanism
 from ..ops.common.growing import SPARE
 from .gates import Gates
@@ -23,9 +23,14 @@ def number_to_keep(gates: Gates, keep: float | int, unit: str, options: SearchOp
         keep: a share as a float below 1, rounded to the nearest number of at least one; or the number as an int.
 
     Raises:
-        OptionError: it is nothing, everything, or more than there are.
+        OptionError: it is nothing, everything, or more than there are, or there is one place alone.
     """
     count = len(gates)
+    if count < 2:
+        raise OptionError(
+            f"keep={keep}: the model has {count} {unit} to choose from, so a plan would keep all or nothing; name a"
+            " mechanism for the whole model"
+        )
     if options.state_bytes is not None and options.length is not None:
         return _number_within(gates, options.state_bytes, options.length, unit)
     number = isinstance(keep, (int, float)) and not isinstance(keep, bool)

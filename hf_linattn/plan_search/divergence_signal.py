@@ -26,15 +26,17 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
 
 def _longest_row(batch: Mapping[str, Any]) -> int:
     """Return the most real tokens that a row of a batch has, or a document of packed rows."""
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        return int(torch.as_tensor(mask).sum(-1).max())
-    positions = batch.get("position_ids")
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    real = None if mask is None else torch.as_tensor(mask).bool()
     if positions is not None:
         positions = torch.as_tensor(positions)
-        packed = sequence_ids(positions, None, None, positions.shape[-1], positions.shape[-1])
+        packed = sequence_ids(positions, None, real, positions.shape[-1], positions.shape[-1])
         if packed is not None:
-            return max(int(row.bincount().max()) for row in packed)
+            kept = torch.ones_like(packed, dtype=torch.bool) if real is None else real
+            rows = zip(packed, kept, strict=True)
+            return max(int(row[own].bincount(minlength=1).max()) for row, own in rows)
+    if real is not None:
+        return int(real.sum(-1).max())
     return max(int(value.shape[1]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import LARGEST_SEED, require, require_count, require_finite
+from ..config import require, require_count, require_finite, require_seed
 from ..errors import OptionError, did_you_mean
 from .gates import Gates
 
@@ -91,13 +91,14 @@ class SearchOptions:
     def __post_init__(self) -> None:
         for name in ("num_prompts", "rounds", "steps"):
             require_count(name, getattr(self, name))
-        seed, rate = self.seed, self.learning_rate
-        require("seed", seed, _is(int, seed) and 0 <= seed <= LARGEST_SEED, f"an integer from 0 to {LARGEST_SEED}")
+        rate = self.learning_rate
+        require_seed(self.seed)
         require("learning_rate", rate, _is(int | float, rate) and 0 < rate < math.inf, "above 0, and finite")
         for name, expected in SEVERAL.items():
             given = getattr(self, name)
             several = isinstance(given, Collection) and not isinstance(given, str) and len(given) > 0
             require(name, given, given is None or several, f"at least one {expected}, in a list")
+            object.__setattr__(self, name, given if given is None else list(given))  # of any kind, as JSON has it
         for length in self.lengths or ():
             require_count("lengths", length)
         for prompt in self.prompts or ():

@@ -76,7 +76,7 @@ class Extension:
 
     def undo(self, root: PreTrainedModel) -> None:
         """Put everything back."""
-        for change in self.changes:
+        for change in reversed(self.changes):
             change.undo()
         configs, (tokenizer, length) = position_configs(root.config), self.tokenizer
         for index, name, value in self.fields:

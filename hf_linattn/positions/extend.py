@@ -262,6 +262,7 @@ def _changes(
     before = blueprint(root, copy.deepcopy(root.config))
     added, configs = _added(before.config, after.config), list(nested_configs(root.config))
     changes, learned = [], False
+    tables: dict[int, nn.Parameter] = {}  # of an old weight, which several modules may have, the new one
     for (path, old), new in zip(before.named_modules(), after.modules(), strict=True):
         kept = plain_attributes(old)
         attributes = {name: x for name, x in plain_attributes(new).items() if kept.get(name, old) != x}
@@ -283,7 +284,7 @@ def _changes(
                 chosen = "copy" if rotary else _known(root, "whose positions are learned", method, TABLE_METHODS)
                 learned = True
                 weight = torch.cat([own[:first], TABLE_METHODS[chosen](own[first:], max_length)])
-            change.weight = nn.Parameter(weight, requires_grad=trains)
+            change.weight = tables.setdefault(id(module.weight), nn.Parameter(weight, requires_grad=trains))
             change.kept = computed or chosen in KEEPING
         changes.append(change)
     if not changes:

@@ -299,10 +299,10 @@ def summed(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[st
 
     B A + B' A' = [B B'] [A; A'].
     """
-    axes = {"lora_A": 0, "lora_B": 1}
+    axes = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B": 1}
     result = dict(second)
     for name, tensor in second.items():
-        axis = next((axis for part, axis in axes.items() if f".{part}." in name), None)
+        axis = next((axes[part] for part in name.split(".") if part in axes), None)
         if axis is not None:
             result[name] = torch.cat([first[name].to(tensor), tensor], dim=axis)
     return result

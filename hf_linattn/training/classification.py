@@ -27,6 +27,7 @@ from hf_linattn.sentence_models import PAIRS, SHOWN, pair_activation
 from hf_linattn.training.arguments import NONE, Arguments, DataArguments, RecipeArguments
 from hf_linattn.training.arguments.data import BALANCED
 from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chosen_layers
+from hf_linattn.training.columns import CLASSES, NUMBERS
 from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.heads import check_classes
 from hf_linattn.training.labels import by_name, check_names, check_several, class_numbers
@@ -45,7 +46,7 @@ class SequenceClassification(Task):
     auto_class = AutoModelForSequenceClassification
     reads_windows = joins_pairs = True
     problem: ClassVar[str] = SINGLE
-    label_kinds: ClassVar[tuple[str, ...]] = ("string", "large_string", "int")
+    label_kinds: ClassVar[tuple[str, ...]] = CLASSES
 
     def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
         refuse("completion_only", data.completion_only, "a classifier answers nothing")
@@ -249,7 +250,7 @@ class Regression(SequenceClassification):
     """A text has a number. Its loss, and the divergence from a teacher, are squared errors."""
 
     problem = REGRESSION
-    label_kinds = ("float", "double", "int")
+    label_kinds = NUMBERS
 
     def check_options(self, arguments: Arguments) -> None:
         super().check_options(arguments)

@@ -9,12 +9,13 @@ from datasets import Dataset
 from hf_linattn.errors import DataError, did_you_mean
 
 STRINGS = ("string", "large_string")
-CLASSES = (*STRINGS, "int")
+CLASSES = (*STRINGS, "int", "uint", "bool")
+NUMBERS = ("float", "double", "int", "uint")
 LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the column holds
-    CLASSES: "integers or strings",
+    CLASSES: "integers, booleans or strings",
     ("a list",): "lists of labels, as problem_type='multi_label_classification' has them; for one class per text set"
         " 'single_label_classification' in the model's config",
-    ("float", "double", "int"): "numbers",
+    NUMBERS: "numbers",
 }
 
 

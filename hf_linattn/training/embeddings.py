@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,16 @@ class Embeddings(Task):
             chosen = splits[name].shuffle(seed=0) if name == "train" else splits[name]
             texts = texts_of(chosen)
             count = len(texts) if limit is None else min(len(texts), max(1, limit // data.block_size))
-            encoded = self.modules.encode(texts[:count], data.block_size, name)
+            own = self.modules.pair_prompts if "text_pair" in chosen.column_names else (self.modules.prompt,)
+            prompts = [*islice(cycle(own), count)]
+            encoded = self.modules.encode(texts[:count], data.block_size, name, prompts)
             rows[name] = Dataset.from_dict({**encoded, "labels": list(range(count))}).with_format("torch")
         if "test" in splits:  # now, and not after hours
             test = Texts.of(data.tested(splits["test"]))
             test.check()
-            for part in (test.whole, test.queries, test.answers):
-                self.modules.encode(part, data.block_size, "test")
+            parts = test.whole, test.queries, test.answers
+            for part, prompts in zip(parts, test.prompts(self.modules), strict=True):
+                self.modules.encode(part, data.block_size, "test", prompts)
         limit = self.tokenizer.model_max_length
         self.tokenizer.model_max_length = max(limit, data.block_size)  # what is saved reads what was trained on
         collator = PaddingCollator(padding_token(model, self.tokenizer))
@@ -115,8 +119,9 @@ class Embeddings(Task):
         texts, longest = Texts.of(options.tested(run.splits["test"])), run.arguments.data.block_size
         if self._wanted is None:  # as they teach: once, whatever is compared
             self._wanted = self.modules.embed_texts(
-                run.original(), texts.whole, max_length=longest, batch_size=size, windows=run.windows
-            )
+                run.original(), texts.whole, max_length=longest, batch_size=size, windows=run.windows,
+                prompts=texts.prompts(self.modules)[0],
+            )  # fmt: skip
         reading: dict[str, Any] = {"max_length": options.block_size, "batch_size": size, "windows": windows}
         return embedding_scores(self.modules, model, texts, self._wanted, **reading)
 
@@ -124,8 +129,10 @@ class Embeddings(Task):
         """Return what a model finds for the first texts, among the first `LOOKED_AMONG`."""
         texts = Texts.of(test.select(range(min(len(test), LOOKED_AMONG))))
         options: dict[str, Any] = {"max_length": encoder.options.block_size, "batch_size": 4}
+        _, *prompts = texts.prompts(self.modules)
         queries, answers = (
-            self.modules.embed_texts(model, part, **options) for part in (texts.queries[:count], texts.answers)
+            self.modules.embed_texts(model, part, prompts=own[: len(part)], **options)
+            for part, own in zip((texts.queries[:count], texts.answers), prompts, strict=True)
         )
         nearest = (queries @ answers.T).argmax(1).tolist()
         rows = zip(texts.queries[:count], texts.answers, (texts.answers[i] for i in nearest), strict=False)

@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_linattn import architecture
-from hf_linattn.errors import HfLinattnError, OptionError
+from hf_linattn.errors import DataError, HfLinattnError, OptionError
 from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.mechanisms import Mechanism
 from hf_linattn.reading import one_line
@@ -187,6 +187,11 @@ def validation_loss(model: nn.Module, data: TrainingData, batch_size: int) -> fl
             weights = data.class_weights
             loss = weighted_loss(output.logits, inputs["labels"], weights) if weights else output.loss
             total += float(loss) * predicted if predicted else 0.0  # the mean of none is no number
+    if not count:
+        raise DataError(
+            f"the validation rows, {len(data.validation)}, have no token to predict; raise max_validation_tokens, or"
+            " eval_mlm_probability where tokens are masked"
+        )
     return total / count
 
 

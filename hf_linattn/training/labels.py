@@ -61,7 +61,8 @@ def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: 
     >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
     [1, 0, 1]
     """
-    numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
+    numbers = [int(label) if isinstance(label, bool) else known.get(label) if isinstance(label, str) else label
+               for label in labels]  # fmt: skip
     for label, number in zip(labels, numbers, strict=True):
         if number is None or not 0 <= number < count:
             hint = did_you_mean(str(label), known)

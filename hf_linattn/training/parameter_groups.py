@@ -167,3 +167,8 @@ def float32_masters(model: nn.Module) -> Iterator[None]:
             for module, name in others:
                 parametrize.remove_parametrizations(module, name, leave_parametrized=True)
                 setattr(module, name, getattr(last, own))
+
+
+def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates that the groups of an optimizer had before any schedule."""
+    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]

@@ -38,7 +38,7 @@ from hf_linattn.training.losses.kept_logits import likeliest
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
-from hf_linattn.training.parameter_groups import float32_masters, group_parameters
+from hf_linattn.training.parameter_groups import float32_masters, group_parameters, initial_rates
 from hf_linattn.training.progress import Progress, StepBar
 from hf_linattn.training.task import task_of
 
@@ -82,6 +82,7 @@ class RecoveryTrainer(Trainer):
         self._losses: list[Tensor] = []  # of an evaluation's batches: the sum, and over how many predictions
         self._own_loss = isinstance(model, LossModule)  # which has no logits
         self._averages = False
+        self._mean_rows: float | None = None  # of the batches of this step
         self.model_accepts_loss_kwargs: bool
         if self.model_accepts_loss_kwargs:
             # some models take the number of predicted tokens, but give the mean over their own batch all the same
@@ -194,6 +195,16 @@ class RecoveryTrainer(Trainer):
             )
         return batches
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the batches of a step, and how many predictions they have."""
+        batches, counted = super().get_batch_samples(*args, **kwargs)
+        self._mean_rows = sum(len(batch["input_ids"]) for batch in batches) / len(batches) if batches else None
+        return batches, counted
+
+    def _share(self, inputs: dict[str, Any]) -> float:
+        """Return by what a mean over a batch's rows is multiplied, so that batches average to that of all rows."""
+        return 1.0 if self._mean_rows is None else len(inputs["input_ids"]) / self._mean_rows
+
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
         """Return the batches of the validation rows: all of them, also where a training drops its last batch."""
         before = self.data_collator, self.args.dataloader_drop_last
@@ -204,13 +215,9 @@ class RecoveryTrainer(Trainer):
             self.data_collator, self.args.dataloader_drop_last = before
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+        self, dataloader: DataLoader, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:  # fmt: skip
         """Evaluate, with the mean over all predictions as the loss; transformers has that over batches' means."""
         self._losses = []
         found = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
@@ -220,12 +227,9 @@ class RecoveryTrainer(Trainer):
         return found
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         rows = len(inputs["input_ids"])
         own = self._own_rows(rows)
         if own < rows and prediction_loss_only:
@@ -262,6 +266,7 @@ class RecoveryTrainer(Trainer):
         if num_items_in_batch is not None:
             num_items_in_batch = torch.as_tensor(num_items_in_batch).clamp(min=1)  # a step may mask no token
         labels, counted = inputs.get("labels"), num_items_in_batch if self.model_accepts_loss_kwargs else None
+        share = self._share(inputs) if model.training else 1.0
         if self.teacher is None or not model.training:
             if self._head is not None and labels is not None and (model.training or self.args.prediction_loss_only):
                 smoothing = self.smoothing if model.training else 0.0
@@ -270,6 +275,7 @@ class RecoveryTrainer(Trainer):
             else:
                 loss, output = super().compute_loss(model, inputs, True, num_items_in_batch)
                 loss = self._weighted(loss, output, model, inputs, counted)
+            loss = loss * share if counted is None else loss
             return (loss, output) if return_outputs else loss
         if self._head is not None:
             return self._taught_by_chunks(self._head, self.teacher, model, inputs, counted)
@@ -285,9 +291,10 @@ class RecoveryTrainer(Trainer):
         if counted is not None:
             # as with the cross-entropy, the Trainer adds up what accumulated batches and averages what processes say
             divergence = divergence * self._processes
-            hidden = hidden / self.current_gradient_accumulation_steps
+            hidden = hidden * share / self.current_gradient_accumulation_steps
         schedule = self.teacher.schedule(self.state.global_step, self.state.max_steps)
         loss = self.teacher.ce_weight * loss + schedule * (divergence + hidden)
+        loss = loss * share if counted is None else loss
         return (loss, output) if return_outputs else loss
 
     def _taught_by_chunks(
@@ -309,9 +316,7 @@ class RecoveryTrainer(Trainer):
             with replaced_head(teacher.model or model, same), shared.recorded() if shared else nullcontext():
                 example = teacher.outputs(model, given)  # first, as in compute_loss
             if teacher.kept is not None:
-                listed = likeliest(
-                    project_other, example.logits, teacher.kept.count, teacher.temperature, size
-                )
+                listed = likeliest(project_other, example.logits, teacher.kept.count, teacher.temperature, size)
                 teacher.kept.keep(given, *listed)
 
         def losses(states: Tensor) -> Tensor:
@@ -341,8 +346,8 @@ class RecoveryTrainer(Trainer):
         loss = self._mean(output.logits, chosen.sum(), counted)
         if teacher.hidden_weight:
             hidden = hidden_error(output.hidden_states, example.hidden_states, inputs.get("attention_mask"))
-            shares = 1 if counted is None else self.current_gradient_accumulation_steps
-            loss = loss + schedule * teacher.hidden_weight * hidden / shares
+            batches = 1 if counted is None else self.current_gradient_accumulation_steps
+            loss = loss + schedule * teacher.hidden_weight * hidden * self._share(inputs) / batches
         return loss
 
     def _head_of_chunks(self) -> nn.Module | None:
@@ -390,8 +395,3 @@ class RecoveryTrainer(Trainer):
             logits, wanted, ignore_index=IGNORED_LABEL, label_smoothing=self.smoothing, reduction="sum"
         )
         return self._mean(total, (wanted != IGNORED_LABEL).sum(), counted)
-
-
-def initial_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rates that the groups of an optimizer had before any schedule."""
-    return [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]

@@ -93,7 +93,7 @@ def test_a_cross_encoder_is_the_classifier_that_its_folder_holds(folder, tmp_pat
     """Its kind is named in the folder; with a pooling of sentence-transformers' own it would make embeddings, too."""
     make_model("bert", "ForSequenceClassification", std=0.4, num_labels=1).save_pretrained(tmp_path / "head")
     make_tokenizer().save_pretrained(tmp_path / "head")
-    judge = CrossEncoder(str(tmp_path / "head"), device="cpu")
+    judge = CrossEncoder(str(tmp_path / "head"), device="cpu", activation_fn=torch.nn.Tanh())
     judge.save_pretrained(str(tmp_path / "model"), create_model_card=False)
     assert (tmp_path / "model" / "modules.json").is_file() and not is_sentence_model("model", str(tmp_path / "model"))
     rows = [{"text": text, "title": f"w{5 + i}", "label": i / 4} for i, text in enumerate(TEXTS)]

@@ -93,7 +93,7 @@ def test_an_answer_that_stands_there_twice_is_found_and_one_as_near_with_another
     assert retrieval_of_pairs(alike, alike)["recall_at_1"] == 3 / 5
     assert retrieval_of_pairs(alike, alike, texts)["recall_at_1"] == 1
     assert retrieval_of_pairs(torch.ones(5, 1), torch.ones(5, 1), texts)["recall_at_1"] == 0
-    modules = SimpleNamespace(embed_texts=lambda encoder, part, **options: alike)
+    modules = SimpleNamespace(prompt="", embed_texts=lambda encoder, part, **options: alike)
     found = embedding_scores(modules, None, Texts([], texts, texts), max_length=8)
     assert (found["recall_at_1"], found["num_tokens"]) == (1, 5)
     monkeypatch.setattr(retrieval_module, "embed", lambda model, tokenizer, part, **options: alike)

@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
-from hf_linattn import OptionError, UnsupportedModeError, patch_model
+from hf_linattn import OptionError, UnsupportedModeError, choose_plan, patch_model
 from hf_linattn.cache import state_bytes
 from hf_linattn.ops.common.growing import SPARE
+from hf_linattn.plan_search import SEARCHES
 from tests.helpers import make_tokens
 from tests.models import make_model
 from tests.plan_search.retriever import WINDOW, choose, make_retriever
@@ -28,6 +29,15 @@ def test_keep_is_a_share_or_a_number(keep, unit, count):
 def test_nothing_everything_and_more_than_there_is_are_refused(keep):
     with pytest.raises(OptionError, match="keep must be a share above 0 and below 1, or a number from 1 to 3"):
         choose(make_retriever(), keep)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("unit", ["head", "layer"])
+def test_of_one_place_there_is_nothing_to_choose(unit, search):
+    model = make_model("llama", num_hidden_layers=1, num_key_value_heads=1)
+    options = {"signal": "divergence", "batches": [{"input_ids": make_tokens(2, 12)}], "replace": WINDOW}
+    with pytest.raises(OptionError, match=f"keep=0.5: the model has 1 {unit} to choose from"):
+        choose_plan(model, None, 0.5, unit=unit, search=search, **options)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from hf_linattn import (
     layer_sensitivity,
     patch_model,
 )
+from hf_linattn.chosen_plan import PlanRecord
 from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
@@ -38,6 +39,12 @@ from tests.models import SHARING, make_model, make_sharing
 from tests.plan_search.retriever import FOUND, WINDOW, choose, make_prompt, make_prompts, make_retriever
 
 TEXT = [{"input_ids": make_tokens(2, 12)}]
+
+
+def saved_with(**fields) -> str:
+    """Return a plan as JSON text, edited."""
+    record = PlanRecord("LlamaForCausalLM", [2], "head", [[0, 1]], {"mechanism": "linear"}, [[0.1, 0.9]], "slope", "")
+    return json.dumps(json.loads(ChosenPlan.of(record).to_json()) | fields)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +101,9 @@ def test_a_plan_decodes_where_layers_share_keys(name, unit, heads):
         ("[]", "format_version must be 1, got None"),
         ('{"format_version": 2}', "format_version must be 1, got 2"),
         ('{"format_version": 1}', "the field 'plan' is missing"),
+        (saved_with(plan={"linear": "0-1"}), "the field 'plan' must be a list of entries, got {'linear': '0-1'}"),
+        (saved_with(plan=["linear"]), "the field 'plan' must be a list of entries"),
+        (saved_with(heads=None), "the field 'heads' must be a list, got None"),
     ],
 )
 def test_what_is_no_saved_plan_is_refused(text, message, tmp_path):
@@ -207,7 +217,8 @@ def test_rows_within_the_window_say_nothing():
         "attention_mask": (torch.arange(size + 3) >= 3).long().expand(2, -1),
     }
     packed = {**long, "position_ids": torch.arange(12)[None].expand(2, -1) % size}
-    for within in ([short, padded], [packed]):
+    masked = {**packed, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+    for within in ([short, padded], [packed], [masked]):
         with pytest.raises(DataError, match=f"batches: the longest row has {size} tokens, on which 'streaming' .* eq"):
             choose(make_retriever(), 1, signal="divergence", batches=within)
     want, got = (
@@ -303,6 +314,14 @@ def test_other_mechanisms_can_replace_heads(replace):
     chosen = choose(model, 1, replace=replace)
     logits = logits_of(patch_model(copy.deepcopy(model), chosen), make_tokens(1, 9) % 30)
     assert chosen.record.num_kept == 1 and bool(logits.isfinite().all())
+
+
+def test_a_layer_whose_options_are_edited_leaves_the_others_alone(plan):
+    """Entries and the record had one dictionary."""
+    record = copy.deepcopy(plan.record)
+    edited = ChosenPlan.of(record)
+    edited[-1]["options"]["window_size"] = 99
+    assert ChosenPlan.of(record) == list(plan) and edited[0]["options"] == plan[0]["options"]
 
 
 def test_the_same_choice_comes_out_again(plan):

@@ -209,6 +209,22 @@ def test_what_was_trained_after_a_copy_stays_when_it_is_undone():
     assert torch.equal(model.embeddings.position_embeddings.weight, rows)
 
 
+@pytest.mark.parametrize("shared", ["module", "weight"])
+def test_a_table_that_two_modules_have_stays_one(shared):
+    model = make("BartModel")
+    encoder, decoder = model.encoder, model.decoder
+    if shared == "module":
+        decoder.embed_positions = encoder.embed_positions
+    else:
+        decoder.embed_positions.weight = encoder.embed_positions.weight
+    table, rows = encoder.embed_positions.weight, len(encoder.embed_positions.weight)
+    extend_positions(model, NEW)
+    assert decoder.embed_positions.weight is encoder.embed_positions.weight is not table
+    unpatch_model(model)
+    for part in (encoder, decoder):
+        assert part.embed_positions.weight is table and part.embed_positions.num_embeddings == len(table) == rows
+
+
 def test_an_interpolated_table_is_undone_to_its_rows_of_before():
     model = make("BertModel")
     rows = model.embeddings.position_embeddings.weight.detach().clone()

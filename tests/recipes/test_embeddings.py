@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -15,13 +16,14 @@ from sentence_transformers import SentenceTransformer
 import hf_linattn
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
 from hf_linattn.evaluation.document_windows import windows_for
+from hf_linattn.evaluation.embeddings import Texts
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import SentenceModel
 from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.classification import PaddingCollator
-from hf_linattn.training.embeddings import check_weights, weights_of
+from hf_linattn.training.embeddings import Embeddings, check_weights, weights_of
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.preparation import prepare
@@ -172,8 +174,8 @@ def test_the_loss_is_what_its_formula_says(tmp_path, pooling, read_in_windows):
             ids = {"input_ids": torch.tensor([make_tokenizer()(text)["input_ids"]]), "output_hidden_states": True}
             with torch.no_grad():
                 pairs = zip(student.eval()(**ids).hidden_states[1:], encoder(**ids).hidden_states[1:], strict=True)
-            errors += [((a - b).square().sum(-1) / b.square().sum(-1))[0] for a, b in pairs]
-        expected += 2.0 * float(torch.cat(errors).mean())
+            errors += [((a - b).square().sum(-1) / b.square().sum(-1)).mean() for a, b in pairs]
+        expected += 2.0 * float(torch.stack(errors).mean())  # of texts, which count alike, however long
     assert loss == pytest.approx(expected, rel=1e-4)
 
 
@@ -189,6 +191,34 @@ def test_tokens_are_those_of_sentence_transformers_with_its_prompt(tmp_path):
     pooling = Path(name) / "1_Pooling" / "config.json"
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"include_prompt": False}))
     with pytest.raises(UnsupportedModelError, match=r"leaves the prompt 'w9 w10 ' out of its pooling"):
+        SentenceModel(name)
+
+
+def test_pairs_have_the_prompts_of_queries_and_of_documents(tmp_path):
+    name = save_sentence_model(tmp_path)
+    config = Path(name) / "config_sentence_transformers.json"
+    config.write_text(json.dumps({"prompts": {"query": "w9 w10 ", "document": "w20 "}, "default_prompt_name": None}))
+    modules, whole = SentenceModel(name), SentenceTransformer(name, device="cpu")
+    rows = Dataset.from_dict({"text": ["w7", "w8 w11"], "text_pair": ["w30 w31", "w33"]})
+    texts, encoder = Texts.of(rows), modules.take_encoder()
+    queries, answers = whole.encode_query(texts.queries), whole.encode_document(texts.answers)
+    expected = np.concatenate([queries, answers]), queries, answers
+    parts = texts.whole, texts.queries, texts.answers
+    for part, prompts, want in zip(parts, texts.prompts(modules), expected, strict=True):
+        found = modules.embed_texts(encoder, part, prompts=prompts, max_length=64)
+        torch.testing.assert_close(found, torch.from_numpy(want), rtol=1e-5, atol=1e-6)
+    splits = DatasetDict(train=rows, validation=rows)
+    made = Embeddings(modules).rows(splits, TextEncoder(modules.tokenizer, DataArguments(block_size=16)), encoder, 99)
+    assert [row["input_ids"].tolist() for row in made.validation][:2] == [[9, 10, 7], [20, 30, 31]]
+    halves = Texts.of(rows.select_columns("text"))
+    assert halves.prompts(modules) == ([""] * 2,) * 3
+
+
+def test_embeddings_whose_lengths_count_are_refused(tmp_path):
+    name = save_sentence_model(tmp_path, normalize=False)
+    config = Path(name) / "config_sentence_transformers.json"
+    config.write_text(json.dumps({"similarity_fn_name": "dot"}))
+    with pytest.raises(UnsupportedModelError, match=r"similarity_fn_name='dot', in which their lengths count"):
         SentenceModel(name)
 
 

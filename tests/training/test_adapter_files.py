@@ -20,6 +20,7 @@ from hf_linattn.report import Report
 from hf_linattn.training import adapter_files, load_adapter
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.stages.adapter import AdapterStage
+from tests.helpers import Snapshot
 from tests.models import make_model
 from tests.recipes.test_distill import flags, run
 from tests.recipes.test_finetune import material
@@ -116,6 +117,32 @@ def test_two_adapters_one_after_another_are_one(tmp_path):
     both = load_adapter(original(), tmp_path / "both")
     assert both.peft_config["default"].r == 5
     torch.testing.assert_close(logits_of(both), logits_of(adapted), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_embeddings_are_added_up_too(tmp_path):
+    """Their names end without `.weight`."""
+    targets = ["q_proj", "embed_tokens"]
+    models = []
+    for seed, rank in ((0, 2), (1, 3)):
+        base = models[0].merge_and_unload() if models else patched()
+        models.append(add_adapters(base, rank=rank, target_modules=targets, seed=seed))
+        with torch.no_grad():
+            for parameter in models[-1].parameters():
+                parameter.add_(0.1 * parameter.requires_grad)
+        before = tmp_path / "0" if seed else None
+        adapter_files.save_adapter(models[-1], tmp_path / str(seed), "base", before=before)
+    both = load_adapter(original(), tmp_path / "1")
+    torch.testing.assert_close(logits_of(both), logits_of(models[-1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_a_weight_that_two_modules_have_is_refused(target):
+    """Merged, it would change the embeddings of tokens with the head."""
+    model = patch_model(make_model("llama", tie_word_embeddings=True), "linear")
+    before = Snapshot.of(model)
+    with pytest.raises(OptionError, match=f"lora_target_modules has '{target}', but the weight of .* is that of"):
+        add_adapters(model, rank=2, target_modules=["q_proj", target])
+    before.assert_kept(model)
 
 
 def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):

@@ -231,7 +231,7 @@ def _join_near(
     _read_near(query, key, value, weights, output, near_log, causal, begin=True)
     output, near_log = beside_sink(output, near_log, weights)
     share = torch.sigmoid(log - near_log).mul_(weights.gate.view(log.shape[1], -1, 1))[..., start:, None]
-    output[:, :, :, start:].lerp_(far[:, :, :, start:], share.to(output.dtype))
+    output[:, :, :, start:].lerp_(far[:, :, :, start:].to(output.dtype), share.to(output.dtype))  # float32 by a sink
     return output.flatten(1, 2)
 
 

@@ -137,7 +137,10 @@ def distillation_loss(
 
 
 def hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
-    """Return the mean over layers and real tokens of |h - h'|^2 / |h'|^2, the inputs left out."""
+    """Return the mean over layers, rows and their real tokens of |h - h'|^2 / |h'|^2, the inputs left out.
+
+    Rows count alike, however long: so processes and accumulated batches add up.
+    """
     errors = []
     for got, want in zip(found[1:], wanted[1:], strict=True):
         got, want = got.float(), want.float()
@@ -145,14 +148,14 @@ def hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor], attention_ma
         errors.append((got - want).square().sum(-1) / want.square().sum(-1).clamp(min=smallest))
     error = torch.stack(errors).mean(0)
     mask = torch.ones_like(error) if attention_mask is None else attention_mask.to(error.dtype)
-    return (error * mask).sum() / mask.sum()
+    return ((error * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
 class HiddenStates(LossModule):
     """A model that learns the hidden states of another, for models without a head, such as those of embeddings.
 
-    Its forward returns the loss: the mean over layers and real tokens of |h - h'|^2 / |h'|^2, h the student's hidden
-    state after a layer, h' the teacher's.
+    Its forward returns the loss: the mean over layers, rows and real tokens of |h - h'|^2 / |h'|^2, h the student's
+    hidden state after a layer, h' the teacher's.
 
     Args:
         student: is trained. teacher: gives the states to learn; stays in eval mode, and is neither trained nor saved.

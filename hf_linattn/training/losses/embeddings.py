@@ -1,6 +1,6 @@
 """How far the embeddings of a student are from those of the original: hidden states, embeddings, and their cosines.
 
-    L = hidden_weight sum_i |h_i - h'_i|^2 / |h'_i|^2 / tokens, the mean over the layers
+    L = hidden_weight sum_i |h_i - h'_i|^2 / |h'_i|^2 / tokens, the mean over texts and layers
         + cosine_weight mean_b (1 - cos(e_b, e'_b))
         + similarity_weight mean_{b != c} (cos(e_b, e_c) - cos(e'_b, e'_c))^2
 
