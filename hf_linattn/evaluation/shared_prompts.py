@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache
 from ..config import require_finite
 from ..inference import accepted
 from ..patching import is_patched
+from ..positions.tables import first_position
 from .generation import GREEDY
 from .memory import state_bytes_by_length
 
@@ -40,6 +41,7 @@ class SharedPrompts(HFLM):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
+        self.first = first_position(self.model)
         self.shared_from = 0.0  # tokens of a prompt
         if is_patched(self.model):
             (row,) = state_bytes_by_length(self.model, [PROBE])
@@ -110,7 +112,7 @@ class SharedPrompts(HFLM):
     def _read(self, ids: Tensor, here: Tensor, cache: Cache | None, kept: int) -> Tensor:
         """Read tokens [B, n] behind what a cache has; return the last `kept` logits, or where a model cuts none, all.
         """
-        positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.first
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
         kept_state = {"past_key_values": cache, "use_cache": cache is not None}
         return self.model(input_ids=ids, attention_mask=here.long(), **kept_state, **options).logits
