@@ -19,7 +19,7 @@ from ..config import require_finite
 from ..inference import accepted
 from ..patching import is_patched
 from ..positions.tables import first_position
-from .generation import GREEDY
+from .generation import GREEDY, plain_generation
 from .memory import state_bytes_by_length
 
 Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
@@ -36,7 +36,7 @@ class SharedPrompts(HFLM):
     right. Only the logits of choices are made. Results are those of HFLM but for rounding. Of short prompts nothing is
     shared where the state is far larger than their keys, as the buckets of `lsh` are: copies of it would cost more.
 
-    Beams, penalties and lengths of the model's `generation_config` do not count.
+    Beams, penalties, filters and lengths of the model's `generation_config` do not count.
     """
 
     def __init__(self, **options: Any):
@@ -48,7 +48,8 @@ class SharedPrompts(HFLM):
             self.shared_from = PROBE * row.patched / row.original / WORTH
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        return super()._model_generate(context, max_length, stop, **options | PLAIN)
+        with plain_generation(self.model):
+            return super()._model_generate(context, max_length, stop, **options | PLAIN)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None

@@ -16,7 +16,7 @@ from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
 from ...inference import accepted, evaluation_mode, padding_token, progress_bar
 from ...positions.tables import first_position
-from ..generation import GREEDY
+from ..generation import GREEDY, plain_generation
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
 
@@ -266,10 +266,11 @@ class _Batch:
     def _write(self) -> list[tuple[list[int], list[float]]]:
         """Return the greedy continuations, each with as many tokens as its own answer allows, and their log p."""
         room = [_room(prompt, self.limit) for prompt in self.prompts]
-        written = self.model.generate(  # type: ignore[operator]
-            self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
-            pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True, **GREEDY,
-        )  # fmt: skip
+        with plain_generation(self.model):
+            written = self.model.generate(  # type: ignore[operator]
+                self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
+                pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True, **GREEDY,
+            )  # fmt: skip
         new = written.sequences[:, self.ids.shape[1] :]
         scores = [-_losses(logits, ids) for logits, ids in zip(written.logits, new.T, strict=True)]
         rows = zip(new.tolist(), torch.stack(scores, dim=1).tolist(), room, strict=True)
