@@ -162,9 +162,9 @@ def read_original(
 
 def check_positions(model: PreTrainedModel, window: int, options: ComparisonOptions, whose: str) -> None:
     """Raise `OptionError` for a length or window beyond the positions of a model, or those of its mechanisms."""
-    limit, longest = position_limit(model), max(options.lengths)
-    fits = limit is None or longest <= limit
-    require("lengths", longest, fits and min(options.lengths) >= 1, f"1 to {limit}, the positions of {whose}")
+    limit, longest, shortest = position_limit(model), max(options.lengths), min(options.lengths)
+    require("lengths", shortest, shortest >= 1, "at least 1")
+    require("lengths", longest, limit is None or longest <= limit, f"1 to {limit}, the positions of {whose}")
     require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of {whose}")
 
 

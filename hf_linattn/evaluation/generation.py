@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import require
 from ..inference import accepted, evaluation_mode, kept_generators, progress_bar
@@ -25,6 +26,21 @@ GREEDY: dict[str, Any] = {
 SAMPLED: dict[str, Any] = {
     **GREEDY, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0
 }  # fmt: skip
+
+
+# of a `generation_config`, what says where a text begins and ends
+SPECIAL = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+
+
+@contextmanager
+def plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Have `generate` write what a model predicts, for a while: no filters, biases or guidance of its checkpoint."""
+    given: Any = model.generation_config
+    model.generation_config = GenerationConfig(**{name: getattr(given, name) for name in SPECIAL})
+    try:
+        yield
+    finally:
+        model.generation_config = given
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,7 @@ def continuations(
     """
     device = device_of(model)
     mask = torch.ones_like(prompts) if mask is None else mask
-    with evaluation_mode(model), kept_generators(device):
+    with evaluation_mode(model), kept_generators(device), plain_generation(model):
         torch.manual_seed(seed)
         text = model.generate(  # type: ignore[operator]
             prompts.to(device), attention_mask=mask.to(device), min_new_tokens=count, max_new_tokens=count,

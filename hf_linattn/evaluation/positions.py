@@ -133,8 +133,9 @@ def long_losses(
         [(1, 63), (64, 127), (128, 255)]
     """
     limit = position_limit(model)
-    beyond = limit is not None and length > limit
-    require("length", length, length >= 2 and not beyond, f"2 to {limit}, the positions that the model has")
+    require("length", length, length >= 2, "at least 2")
+    fits = limit is None or length <= limit
+    require("length", length, fits, f"2 to {limit}, the positions that the model has")
     require("num_windows", num_windows, num_windows >= 1, "at least 1")
     windows, documents = windows_of_documents(tokenizer, texts, length, add_special_tokens)
     chosen = in_turn(documents)[:num_windows]

@@ -18,7 +18,8 @@ from transformers import Cache, DynamicCache
 from ..config import require_finite
 from ..inference import accepted
 from ..patching import is_patched
-from .generation import GREEDY
+from ..positions.tables import first_position
+from .generation import GREEDY, plain_generation
 from .memory import state_bytes_by_length
 
 Request = tuple[Any, list[int], list[int]]  # as the harness makes them: a key, the prompt and the choice in tokens
@@ -35,18 +36,20 @@ class SharedPrompts(HFLM):
     right. Only the logits of choices are made. Results are those of HFLM but for rounding. Of short prompts nothing is
     shared where the state is far larger than their keys, as the buckets of `lsh` are: copies of it would cost more.
 
-    Beams, penalties and lengths of the model's `generation_config` do not count.
+    Beams, penalties, filters and lengths of the model's `generation_config` do not count.
     """
 
     def __init__(self, **options: Any):
         super().__init__(**options)
+        self.first = first_position(self.model)
         self.shared_from = 0.0  # tokens of a prompt
         if is_patched(self.model):
             (row,) = state_bytes_by_length(self.model, [PROBE])
             self.shared_from = PROBE * row.patched / row.original / WORTH
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        return super()._model_generate(context, max_length, stop, **options | PLAIN)
+        with plain_generation(self.model):
+            return super()._model_generate(context, max_length, stop, **options | PLAIN)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
@@ -110,7 +113,7 @@ class SharedPrompts(HFLM):
     def _read(self, ids: Tensor, here: Tensor, cache: Cache | None, kept: int) -> Tensor:
         """Read tokens [B, n] behind what a cache has; return the last `kept` logits, or where a model cuts none, all.
         """
-        positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (here.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.first
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
         kept_state = {"past_key_values": cache, "use_cache": cache is not None}
         return self.model(input_ids=ids, attention_mask=here.long(), **kept_state, **options).logits

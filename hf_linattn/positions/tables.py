@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
+from ..architecture import root_model
 from ..errors import UnsupportedModeError
 from ..ops.common.tracing import is_known
 
@@ -33,6 +34,12 @@ def position_tables(model: PreTrainedModel, of_parts: bool = False) -> dict[str,
         and not path.startswith(others)
         and not _is_of_patches(model, path)
     }
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
+    tables = position_tables(root_model(model), of_parts=True)
+    return max((first for first, _ in tables.values()), default=0)
 
 
 def _is_of_patches(model: nn.Module, path: str) -> bool:

@@ -30,6 +30,7 @@ def expect_close(got: Tensor, want: Tensor, what: str, tolerance: float = TIGHT)
     expect(got.shape == want.shape, f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     got, want = got.detach().double(), want.detach().double()
     expect(bool(torch.isfinite(got).all()), f"{what}: not finite")
+    expect(bool(torch.isfinite(want).all()), f"{what}: what it is compared with is not finite")
     error = (got - want).abs().max().item() if want.numel() else 0.0
     limit = tolerance * (1 + (want.abs().max().item() if want.numel() else 0.0))
     expect(error <= limit, f"{what}: differs by {error:.3g}, allowed {limit:.3g}")

@@ -67,5 +67,6 @@ def recall_row(prompt: RecallPrompt, text: Mapping[str, torch.Tensor]) -> dict[s
     asked = torch.tensor([*prompt.prompt_ids, *prompt.answer_ids])
     labels = asked.clone()
     labels[: len(prompt.prompt_ids)] = IGNORED_LABEL
-    own = {"input_ids": asked, "position_ids": torch.arange(len(asked)), "labels": labels}
+    positions = torch.arange(len(asked)) + text["position_ids"].min()  # which restart where a text begins
+    own = {"input_ids": asked, "position_ids": positions, "labels": labels}
     return {name: torch.cat([x, text[name][: len(text[name]) - len(asked)]]) for name, x in own.items()}

@@ -16,7 +16,7 @@ from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
 from hf_linattn.evaluation.perplexity import Window, documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
-from hf_linattn.positions.tables import position_tables
+from hf_linattn.positions.tables import first_position
 from hf_linattn.reading import reading
 from hf_linattn.sentence_models import SentenceModel, is_sentence_model
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
@@ -178,9 +178,3 @@ def load_model(name_or_path: str, dtype: str | torch.dtype = "auto") -> PreTrain
             " them"
         )
     return model
-
-
-def first_position(model: nn.Module) -> int:
-    """Return the position id of a text's first token: 0, but padding_idx + 1 in RoBERTa and its kind."""
-    tables = position_tables(architecture.root_model(model), of_parts=True)
-    return max((first for first, _ in tables.values()), default=0)

@@ -79,6 +79,10 @@ def test_a_token_that_would_end_the_text_is_never_written_nor_expected():
         (True, "no_repeat_ngram_size", 1),
         (True, "min_p", 0.9),
         (True, "typical_p", 0.1),
+        (True, "epsilon_cutoff", 0.2),
+        (False, "suppress_tokens", [*range(40)]),
+        (False, "sequence_bias", [[[7], 50.0]]),
+        (False, "guidance_scale", 3.0),
     ],
 )
 def test_what_a_checkpoint_says_of_generation_changes_nothing(sampled, name, value):
@@ -86,6 +90,7 @@ def test_what_a_checkpoint_says_of_generation_changes_nothing(sampled, name, val
     predicted = continuations(model, prompt, 24, sampled=sampled)
     setattr(model.generation_config, name, value)
     assert continuations(model, prompt, 24, sampled=sampled).equal(predicted)
+    assert getattr(model.generation_config, name) == value, "afterwards it has its own again"
 
 
 def test_repetition_is_that_of_a_loop():

@@ -93,6 +93,18 @@ def test_likelihoods_and_ranks_are_those_of_whole_texts(model, prompts):
         assert answer["candidates"] == 8
 
 
+def test_positions_begin_where_the_model_has_them_begin():
+    """RoBERTa's at padding_idx + 1: what it reads without positions, it counts from there itself."""
+    model = make_model("roberta", "ForCausalLM", is_decoder=True, std=0.4, max_position_embeddings=66)
+    ids, answer = list(range(5, 25)), [30, 31, 32]
+    prompt = RecallPrompt("single_noise", 30, 0.5, 0, 3, ids, ("w30",), answer, ([40, 41, 42],))
+    (found,) = answer_prompts(model, make_tokenizer(), [prompt])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids + answer]), use_cache=False).logits[0].double().log_softmax(-1)
+    want = sum(float(logits[len(ids) - 1 + i, token]) for i, token in enumerate(answer))
+    assert found["log_likelihood"] == pytest.approx(want, abs=1e-4)
+
+
 def test_a_pad_token_that_the_model_has_no_embedding_for_is_not_read(model, prompts, monkeypatch):
     ends = [*range(0, model.config.vocab_size, 4)]  # so that answers end at several places, and are filled up
     monkeypatch.setattr(model.generation_config, "eos_token_id", ends)

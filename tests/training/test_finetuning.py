@@ -17,6 +17,7 @@ from transformers.training_args import ParallelMode
 
 from hf_linattn import patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
+from hf_linattn.positions.tables import first_position
 from hf_linattn.training import finetuning, trainers
 from hf_linattn.training.arguments import (
     DISTILLATION,
@@ -30,7 +31,7 @@ from hf_linattn.training.data import PackedMaskingCollator
 from hf_linattn.training.run_directory import RunDirectory
 from hf_linattn.training.stages import recovery, stages_of
 from hf_linattn.training.stages.training import TrainingPlan
-from hf_linattn.training.task import CAUSAL, TextEncoder, first_position, task_of
+from hf_linattn.training.task import CAUSAL, TextEncoder, task_of
 from tests.helpers import make_tokenizer
 from tests.models import VOCAB_SIZE, make_model
 

@@ -56,15 +56,16 @@ def test_the_tasks_come_in_turn_and_are_none_of_a_test(tokenizer):
     assert not {tuple(prompt.answer_ids) for prompt in tested} & {tuple(prompt.answer_ids) for prompt in prompts}
 
 
-def test_what_is_left_of_a_row_is_text_that_does_not_see_the_prompt(tokenizer):
+@pytest.mark.parametrize("first", [0, 2])  # where the positions of the model begin
+def test_what_is_left_of_a_row_is_text_that_does_not_see_the_prompt(tokenizer, first):
     (prompt,) = make_prompts("single_noise", tokenizer, 700, count=1)
     asked = len(prompt.prompt_ids) + len(prompt.answer_ids)
     ids, positions = torch.arange(asked + 4), torch.arange(asked + 4)
     positions[2:] -= 2  # two documents
-    text = {"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)}
+    text = {"input_ids": ids, "position_ids": positions + first, "labels": ids.where(positions > 0, -100)}
     row = recall_row(prompt, text)
     assert row["input_ids"].tolist() == [*prompt.prompt_ids, *prompt.answer_ids, 0, 1, 2, 3]
-    assert row["position_ids"].tolist() == [*range(asked), 0, 1, 0, 1]
+    assert (row["position_ids"] - first).tolist() == [*range(asked), 0, 1, 0, 1]
     assert row["labels"].tolist() == [-100] * len(prompt.prompt_ids) + [*prompt.answer_ids, -100, 1, -100, 3]
 
 

@@ -15,7 +15,8 @@ from ... import architecture
 from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
 from ...inference import accepted, evaluation_mode, padding_token, progress_bar
-from ..generation import GREEDY
+from ...positions.tables import first_position
+from ..generation import GREEDY, plain_generation
 from ..perplexity import is_masked_language_model, position_limit
 from .prompts import RecallPrompt
 
@@ -201,7 +202,7 @@ class _Batch:
         self.model, self.tokenizer, self.prompts, self.limit = model, tokenizer, prompts, limit
         longest = max(len(prompt.prompt_ids) for prompt in prompts)
         pads = [longest - len(prompt.prompt_ids) for prompt in prompts]
-        self.pad = padding_token(model, tokenizer)
+        self.pad, self.first = padding_token(model, tokenizer), first_position(model)
         rows = [[self.pad] * count + prompt.prompt_ids for count, prompt in zip(pads, prompts, strict=True)]
         self.ids = torch.tensor(rows, device=model.device)
         self.mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(model.device)
@@ -265,10 +266,11 @@ class _Batch:
     def _write(self) -> list[tuple[list[int], list[float]]]:
         """Return the greedy continuations, each with as many tokens as its own answer allows, and their log p."""
         room = [_room(prompt, self.limit) for prompt in self.prompts]
-        written = self.model.generate(  # type: ignore[operator]
-            self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
-            pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True, **GREEDY,
-        )  # fmt: skip
+        with plain_generation(self.model):
+            written = self.model.generate(  # type: ignore[operator]
+                self.ids, attention_mask=self.mask, past_key_values=self.cache, max_new_tokens=max(room),
+                pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True, **GREEDY,
+            )  # fmt: skip
         new = written.sequences[:, self.ids.shape[1] :]
         scores = [-_losses(logits, ids) for logits, ids in zip(written.logits, new.T, strict=True)]
         rows = zip(new.tolist(), torch.stack(scores, dim=1).tolist(), room, strict=True)
@@ -279,7 +281,7 @@ class _Batch:
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Cache, kept: int = 0) -> Tensor:
         """Read tokens [B, n] behind what the cache has; return their logits [B, n, V], or the last `kept` ones."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.first
         options = accepted(self.model, position_ids=positions, logits_to_keep=kept)
         return self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits
 

@@ -13,6 +13,8 @@ from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
 from benchmarks.studies import choose_plan, hard_key_plans, hard_keys
 from benchmarks.tables.heads import NEEDLES, UNTRAINED, recovered_plans_parts
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from tests.helpers import make_tokens
+from tests.models import make_model
 
 pytestmark = pytest.mark.tools
 
@@ -79,6 +81,20 @@ class Asked:
 
     def keep(self, group, name, measure):
         """Needs a model."""
+
+
+def test_a_text_is_read_again_where_it_had_other_rows(tmp_path):
+    """All plans are compared on one text."""
+    study = object.__new__(choose_plan.Study)
+    study.output, study.found, study.model = tmp_path / "found.json", {}, make_model("llama").eval()
+    study.rows = lambda split, length, count: [make_tokens(1, length, seed=i) for i in range(count)]
+    for count in (2, 3, 3):
+        study.perplexity("original", None, 8, count)
+    (found,) = study.found["perplexity"].values()
+    assert found["rows"] == len(found["losses"]) == 3
+    before = found["losses"] = [0.0] * 3
+    study.perplexity("original", None, 8, 3)
+    assert study.found["perplexity"]["original | 8"]["losses"] == before, "and only then"
 
 
 def test_windows_of_equal_bytes_are_those_of_the_length_that_is_measured(tmp_path, monkeypatch):
