@@ -104,9 +104,10 @@ class PlanRequest:
         Raises:
             UnsupportedModelError: the model reads no text alone, by which it is chosen.
         """
-        from .. import MECHANISMS, choose_plan
+        from .. import choose_plan
         from ..architecture import require_token_ids
         from ..config import make_config
+        from ..mechanisms import MECHANISMS
 
         require_token_ids(model, "leave keep and plan auto out, and name a mechanism, and layers if not all")
         tokenizer = read_tokenizer("model", name)

@@ -175,7 +175,8 @@ def fitting(
         if is_shape_only(query):
             return None, None
     rows = query.shape[0]
-    mask = mask if mask is None else mask.bool().expand(rows, -1)
+    mask = mask if mask is None else mask.bool()  # the same tensor where it is that: what is made of it is kept by it
+    mask = mask if mask is None or mask.shape[0] == rows else mask.expand(rows, -1)
     ids = sequence_ids
     ids = ids if ids is None or ids.shape[0] == rows else ids.expand(rows, -1)
     return mask, ids if ids is None or mask is None or not layer.causal else once(_ids_beside, ids, mask)

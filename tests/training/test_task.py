@@ -149,7 +149,7 @@ def test_classes_are_numbers_or_names_that_the_model_knows(tmp_path):
         load_text_splits(train_file=file, label_column="class")
     Dataset.from_dict({"text": ["w7"] * 4, "label": [0.5] * 4}).to_json(file)
     with pytest.raises(
-        DataError, match=r"label_column='label' .* holds float64; name a column of integers or strings"
+        DataError, match=r"label_column='label' .* holds float64; name a column of integers, booleans or strings"
     ):
         load_text_splits(train_file=file, label_column="label")
 
