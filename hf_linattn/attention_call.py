@@ -239,10 +239,15 @@ def _refuse_wrapper(module: nn.Module, wrapper: nn.Module) -> NoReturn:
     layer, parameter = getattr(module, "layer_idx", None), getattr(wrapper, "parameter_name", None)
     place = type(module).__name__ if layer is None else f"{type(module).__name__} of layer {layer}"
     adapted = "" if parameter is None else f", which adapts its parameter {parameter!r},"
-    raise UnsupportedModelError(
-        f"{MECHANISM} of {place} is a {type(wrapper).__name__}{adapted} in place of the mechanism; take the mechanism"
-        " out of target_parameters and target_modules, and have it trained whole, as"
+    of_peft = parameter is not None or type(wrapper).__module__.startswith("peft.")
+    remedy = (
+        "take the mechanism out of target_parameters and target_modules, and have it trained whole, as"
         f" LoraConfig(..., modules_to_save=[{MECHANISM!r}])"
+        if of_peft
+        else "wrap or compile the attention module or a layer around it, not the mechanism"
+    )
+    raise UnsupportedModelError(
+        f"{MECHANISM} of {place} has {type(wrapper).__name__}{adapted} in place of the mechanism; {remedy}"
     )
 
 

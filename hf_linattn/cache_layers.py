@@ -135,7 +135,11 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
         index: Any = getattr(module, "layer_idx", None)  # encoders have none
         if (lender := lender_of(module)) is not None:
             _require_alike(index, keeps_states(mechanism), lender, lender in states)
-        if index is None or index >= len(layers):
+        if index is None:
+            continue
+        if index >= len(layers):
+            if mechanism.layer.causal and lender is None:
+                read.setdefault(0, index)  # a cache made without a config has no layer yet that nothing was read in
             continue
         if isinstance(layers[index], StateLayer):
             layers[index].require_own(mechanism.config, mechanism.layer.index)

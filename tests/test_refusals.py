@@ -24,6 +24,7 @@ from docs.generate import missing_forms
 from docs.refusals import REFUSALS
 from hf_linattn import (
     MechanismConfig,
+    UnsupportedModeError,
     extend_positions,
     get_mechanisms,
     original_attention,
@@ -170,3 +171,22 @@ def test_a_missing_form_is_listed_with_the_mechanisms_that_have_it():
     for name in (causal_only(), "deltanet"):
         (row,) = [line for line in missing_forms().splitlines() if line.startswith(f"| [`{name}`]")]
         assert row.split("|")[2].strip() == "bidirectional" and "`performer`" in row and f"`{name}`," not in row
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["linear", "softmax"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_cache_of_a_forward_that_broke_off_goes_on_no_longer(mechanism, with_config):
+    """One without a config has no layers yet where nothing was read."""
+    model, ids = patch_model(make_model("llama"), mechanism), make_tokens(1, 8)
+    cache = DynamicCache(**({"config": model.config} if with_config else {}))
+
+    def stop(*_):
+        raise RuntimeError("no memory")
+
+    hook = model.model.layers[0].mlp.register_forward_hook(stop)
+    with pytest.raises(RuntimeError, match="no memory"):
+        model(ids, past_key_values=cache)
+    hook.remove()
+    with pytest.raises(UnsupportedModeError, match="read 8 tokens in layer 0 and 0 in layer 1, .* a new cache"):
+        model(ids, past_key_values=cache)

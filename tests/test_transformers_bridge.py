@@ -388,8 +388,12 @@ def test_an_adapter_of_a_mechanisms_own_parameter_is_refused_by_name(parameters)
     model, ids = make_patched("llama", "linformer"), make_tokens(2, 9)
     before = logits_of(model, ids)
     wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=[], target_parameters=parameters))
-    why = rf"of LlamaAttention of layer \d is a ParamWrapper, .*'{parameters[-1]}'.*modules_to_save=\['hf_linattn'\]"
+    why = rf"of LlamaAttention of layer \d has ParamWrapper, .*'{parameters[-1]}'.*modules_to_save=\['hf_linattn'\]"
     for use in (partial(logits_of, wrapped, ids), partial(get_mechanisms, wrapped)):
         with pytest.raises(UnsupportedModelError, match=why):
             use()
     assert torch.equal(logits_of(wrapped.unload(), ids), before)
+    attention = wrapped.unload().model.layers[0].self_attn
+    attention.hf_linattn = torch.compile(attention.hf_linattn, backend="eager")
+    with pytest.raises(UnsupportedModelError, match=r"has OptimizedModule in place of .*; wrap or compile the"):
+        logits_of(model, ids)
