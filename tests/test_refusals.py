@@ -188,5 +188,5 @@ def test_a_cache_of_a_forward_that_broke_off_goes_on_no_longer(mechanism, with_c
     with pytest.raises(RuntimeError, match="no memory"):
         model(ids, past_key_values=cache)
     hook.remove()
-    with pytest.raises(UnsupportedModeError, match="read 8 tokens in layer 0 and 0 in layer 1, .* a new cache"):
+    with pytest.raises(UnsupportedModeError, match=r"read 8 tokens in layer 0 and 0 in layer 1, .* a new cache"):
         model(ids, past_key_values=cache)
