@@ -230,8 +230,10 @@ def describe_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> 
     layers = {
         path: describe_layer(i, module, model, rotations[path]) for i, (path, module) in enumerate(attention.items())
     }
+    depths = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in layers}
     return {
-        path: replace(layer, causal=layer.causal or path.startswith(causal)) for path, layer in layers.items()
+        path: replace(layer, causal=layer.causal or path.startswith(causal), depth=depths[path])
+        for path, layer in layers.items()
     }
 
 

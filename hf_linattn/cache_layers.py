@@ -36,7 +36,7 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
         return None, decoded
     if (lender := lender_of(module)) is not None:
         return _shared_layer(module, mechanism, cache, lender), None
-    index: Any = module.layer_idx
+    index = place_in_cache(module, mechanism)
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     if keeps_states(mechanism):
@@ -45,6 +45,16 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
     return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
+
+
+def place_in_cache(module: nn.Module, mechanism: Mechanism) -> Any:
+    """Return which layer of a cache an attention module has; None of an encoder's.
+
+    Zamba's say none, or -1, and are told in each call.
+    """
+    said = getattr(module, "layer_idx", None)
+    missing = (said is None or said < 0) and mechanism.layer.causal
+    return mechanism.layer.depth if missing else said
 
 
 def _decoded(given: Cache) -> Any:
@@ -128,11 +138,11 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
             state in one alone of two layers that share keys, or layers that have not read as many tokens.
     """
     pairs = list(zip(modules, mechanisms, strict=True))
-    states = {getattr(module, "layer_idx", None) for module, mechanism in pairs if keeps_states(mechanism)}
+    states = {place_in_cache(module, mechanism) for module, mechanism in pairs if keeps_states(mechanism)}
     read: dict[int, int] = {}  # number of tokens -> the first layer that has read it
     for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
-        index: Any = getattr(module, "layer_idx", None)  # encoders have none
+        index = place_in_cache(module, mechanism)
         if (lender := lender_of(module)) is not None:
             _require_alike(index, keeps_states(mechanism), lender, lender in states)
         if index is None:

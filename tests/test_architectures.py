@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_linattn import get_mechanisms, patch_model, unpatch_model
 from hf_linattn.mechanisms import MECHANISMS
 from tests.helpers import OPTIONS, assert_close, each_kind, generate, logits_of, make_patched, make_tokens, pad
-from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, make_model
+from tests.models import ARCHITECTURES, CAUSAL, ENCODERS, NUM_HEADS, NUM_LAYERS, fill, make_model
 
 LENGTH = 19  # longer than the sliding windows, and odd
 
@@ -99,3 +100,32 @@ def test_a_mixed_plan_generates_the_same_with_every_cache(name, order, cache):
         tokens, logits = generate(model, ids, 3, attention_mask=mask, cache_implementation=cache)
         assert tokens.tolist() == expected_tokens.tolist()
         assert_close(logits, expected_logits)
+
+
+ZAMBA = {
+    "zamba": {"n_mamba_heads": 2, "mamba_dt_rank": 4},
+    "zamba2": {
+        "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_expand": 2, "mamba_headdim": 16, "num_mem_blocks": 1
+    },
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["softmax", "linear", "local"])
+@pytest.mark.parametrize("name", ZAMBA)
+def test_layers_that_are_told_their_place_in_the_cache_have_it(name, mechanism):
+    """What such a module says itself is -1, or nothing; the last layer of these has no attention."""
+    config = AutoConfig.for_model(
+        name, vocab_size=96, hidden_size=32, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=48, mamba_d_state=8, layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **ZAMBA[name],
+    )  # fmt: skip
+    model = fill(AutoModelForCausalLM.from_config(config)).eval()
+    ids, mask = pad([make_tokens(1, count, seed=count)[0] for count in (9, 6)], 0)
+    options = {"attention_mask": mask}
+    original = generate(model, ids, 4, **options)
+    patch_model(model, mechanism)
+    with_cache, without = (generate(model, ids, 4, use_cache=use_cache, **options) for use_cache in (True, False))
+    torch.testing.assert_close(with_cache[1], without[1], rtol=1e-3, atol=1e-3)
+    if mechanism == "softmax":
+        assert torch.equal(with_cache[1], original[1])

@@ -29,6 +29,7 @@ class AttentionLayer:
         cross: whether its keys are an encoder's tokens; index then counts the cross-attention layers.
         has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
         hidden_size: E, numbers of a token in its input; None if nothing says it.
+        depth: which layer of the model it is in, the number in its path; None if that has none.
     """
 
     index: int
@@ -44,6 +45,7 @@ class AttentionLayer:
     cross: bool = False
     has_sinks: bool = False
     hidden_size: int | None = None
+    depth: int | None = None
 
     @property
     def mode(self) -> str:
