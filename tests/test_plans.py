@@ -24,6 +24,7 @@ from hf_linattn import (
 )
 from hf_linattn.cli import app
 from hf_linattn.config import make_config
+from hf_linattn.plan import parse_layers
 from hf_linattn.testing import Case, random_tokens, tiny_model
 from hf_linattn.training.arguments import parse_arguments
 
@@ -203,3 +204,8 @@ def test_recipes_take_a_list_from_a_flag_and_from_a_file(tmp_path):
     for wrong in ("[3]", "3", "linear"):
         with pytest.raises(OptionError, match=r"plan must be a JSON object"):
             parse_arguments([*REQUIRED, "--plan", wrong])
+
+
+@pytest.mark.parametrize("spec", [torch.tensor(1), torch.tensor([1])], ids=["number", "row"])
+def test_layers_may_be_numbers_of_a_tensor(spec):
+    assert parse_layers(spec, 4) == [1]

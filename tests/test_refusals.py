@@ -24,7 +24,9 @@ from docs.generate import missing_forms
 from docs.refusals import REFUSALS
 from hf_linattn import (
     MechanismConfig,
+    OptionError,
     UnsupportedModeError,
+    explain_backend,
     extend_positions,
     get_mechanisms,
     original_attention,
@@ -190,3 +192,23 @@ def test_a_cache_of_a_forward_that_broke_off_goes_on_no_longer(mechanism, with_c
     hook.remove()
     with pytest.raises(UnsupportedModeError, match=r"read 8 tokens in layer 0 and 0 in layer 1, .* a new cache"):
         model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_padded_prefix_of_a_windows_cache_goes_on():
+    """Which of the keys that it dropped were pads, the cache does not say; a mask was refused for it."""
+    model, ids = patch_model(make_model("mistral"), "linear", layers="1"), make_tokens(2, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    cache = DynamicCache(config=model.config)
+    with original_attention(model):
+        model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
+    for last in (13, 14):
+        output = model(ids[:, last - 1 : last], attention_mask=mask[:, :last], past_key_values=cache)
+        assert output.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("inputs", ["text", [1, 2, 3]], ids=str)
+def test_what_is_no_input_is_explained_to_nobody(inputs):
+    with pytest.raises(OptionError, match="inputs must be token ids as a tensor, or a mapping of inputs"):
+        explain_backend(patch_model(make_model("llama"), "linear"), inputs)

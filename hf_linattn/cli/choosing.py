@@ -111,10 +111,11 @@ class PlanRequest:
 
         require_token_ids(model, "leave keep and plan auto out, and name a mechanism, and layers if not all")
         tokenizer = read_tokenizer("model", name)
-        ((name, options),) = self.replacement().items()
+        replace = self.replacement()
+        ((name, options),) = replace.items()
         window = MECHANISMS.get(name).limit.window(make_config(name, options)) or 0
         return choose_plan(
-            model, tokenizer, read_keep(self.keep or KEEP), replace=self.replacement(),
+            model, tokenizer, read_keep(self.keep or KEEP), replace=replace,
             batches=text_batches(tokenizer, self.text, model, window) if self.text else None, unit=self.unit,
             signal=self.signal, search=self.search, seed=self.seed, progress=progress,
         )  # fmt: skip

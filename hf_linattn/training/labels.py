@@ -61,8 +61,7 @@ def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: 
     >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
     [1, 0, 1]
     """
-    numbers = [int(label) if isinstance(label, bool) else known.get(label) if isinstance(label, str) else label
-               for label in labels]  # fmt: skip
+    numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
     for label, number in zip(labels, numbers, strict=True):
         if number is None or not 0 <= number < count:
             hint = did_you_mean(str(label), known)
@@ -70,7 +69,7 @@ def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: 
                 f"label {label!r} is none of the model's {count} classes{hint}; relabel the data, or leave rows"
                 " without a class out"
             )
-    return numbers  # type: ignore[return-value]
+    return [*map(int, numbers)]  # type: ignore[arg-type]  # of booleans, too
 
 
 def check_several(split: str, labels: Tensor, remedy: str) -> None:

@@ -116,3 +116,11 @@ def test_what_cannot_be_measured_is_refused():
         retrieval(model, tokenizer, ARTICLES, k=0)
     with pytest.raises(DataError, match=r"articles must be a sequence of texts, got one string; pass \[text\]"):
         retrieval(model, tokenizer, ["w5 w6", "w7 w8"])
+
+
+def test_nothing_to_embed_is_refused():
+    model, tokenizer = make_model("bert", "Model"), make_tokenizer()
+    with pytest.raises(DataError, match="texts is empty; give at least one text"):
+        embed(model, tokenizer, [])
+    with pytest.raises(DataError, match="articles have no paragraph; give at least one"):
+        retrieval(model, tokenizer, [[], []])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from hf_linattn import OptionError, UnsupportedModeError, choose_plan, patch_mod
 from hf_linattn.cache import state_bytes
 from hf_linattn.ops.common.growing import SPARE
 from hf_linattn.plan_search import SEARCHES
+from hf_linattn.plan_search.options import SearchOptions
 from tests.helpers import make_tokens
 from tests.models import make_model
 from tests.plan_search.retriever import WINDOW, choose, make_retriever
@@ -65,3 +67,9 @@ def test_bytes_that_no_number_of_heads_has_are_refused():
             choose(make_retriever(), state_bytes=wrong, length=length)
     with pytest.raises(UnsupportedModeError, match="bidirectional and keeps no decoding state"):
         choose(make_model("bert"), state_bytes=10, length=length, batches=[{"input_ids": make_tokens(2, 12)}])
+
+
+@pytest.mark.parametrize("given", [range(256, 1024, 256), (256, 512, 768), {256: 1, 512: 1, 768: 1}.keys()], ids=str)
+def test_lengths_in_any_collection_are_recorded_as_a_list(given):
+    recorded = SearchOptions(lengths=given).recorded()
+    assert json.loads(json.dumps(recorded))["lengths"] == [256, 512, 768]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +28,7 @@ from hf_linattn.testing import (
     checks_of,
 )
 from hf_linattn.testing.expectations import InvariantError as SameError
+from hf_linattn.testing.expectations import expect_close
 from tests.helpers import ask_only
 
 
@@ -296,3 +298,9 @@ def test_a_class_that_is_not_registered_is_refused_in_place_of_its_parent_checke
 def test_invariant_errors_are_assertion_errors():
     assert issubclass(InvariantError, AssertionError) and InvariantError is SameError
     assert MechanismConfig.mechanism == ""
+
+
+@pytest.mark.parametrize(("got", "want"), [(math.inf, 1.0), (1.0, math.inf), (1.0, math.nan)])
+def test_nothing_is_close_to_what_is_not_finite(got, want):
+    with pytest.raises(InvariantError, match="not finite"):
+        expect_close(torch.tensor([got, 2.0]), torch.tensor([want, 2.0]), "output against the reference")

@@ -9,11 +9,12 @@ from statistics import fmean
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Value
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
+from hf_linattn.training.columns import check_columns
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder, load_model, task_of
@@ -187,3 +188,13 @@ def test_what_makes_no_sense_for_a_task_is_refused():
             CLASSIFICATION.rows(splits, TextEncoder(tokenizer, data), model, 64)
         with pytest.raises(DataError, match=message.replace("[", r"\[")):
             CLASSIFICATION.score(model, TextEncoder(tokenizer, data), classified(4), 2)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "bool", "int64"])
+def test_labels_may_be_unsigned_or_booleans(kind):
+    features = Features({"text": Value("string"), "label": Value(kind)})
+    rows = Dataset.from_dict({"text": ["w7", "w8"], "label": [1, 0]}, features=features)
+    check_columns("the train split", rows, {"text_column": "text", "label_column": "label"}, False)
+    encoder = TextEncoder(make_tokenizer(), DataArguments(block_size=8))
+    encoded = CLASSIFICATION.encode(rows, encoder, classifier("bert").config)
+    assert encoded["labels"][:].dtype == torch.int64 and encoded["labels"][:].tolist() == [1, 0]
