@@ -18,14 +18,9 @@ from .perplexity import position_limit
 
 AGREEMENT = 32  # first new tokens that are compared
 NGRAM = 4  # tokens that count as a repetition when they come again
-# what a model predicts is written, whatever else its generation_config has for those who talk to it
-GREEDY: dict[str, Any] = {
-    "do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "use_cache": True,
-    "cache_implementation": None,
-}  # fmt: skip
-SAMPLED: dict[str, Any] = {
-    **GREEDY, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0
-}  # fmt: skip
+# what a model predicts is written, under `plain_generation`
+GREEDY: dict[str, Any] = {"do_sample": False, "use_cache": True}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "use_cache": True}
 
 
 # of a `generation_config`, what says where a text begins and ends
@@ -34,7 +29,7 @@ SPECIAL = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_
 
 @contextmanager
 def plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Have `generate` write what a model predicts, for a while: no filters, biases or guidance of its checkpoint."""
+    """Have `generate` write what a model predicts, for a while: of its `generation_config` special tokens alone count."""
     given: Any = model.generation_config
     model.generation_config = GenerationConfig(**{name: getattr(given, name) for name in SPECIAL})
     try:
