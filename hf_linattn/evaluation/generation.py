@@ -29,7 +29,7 @@ SPECIAL = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_
 
 @contextmanager
 def plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Have `generate` write what a model predicts, for a while: of its `generation_config` special tokens alone count."""
+    """Have `generate` write what a model predicts: of its `generation_config` the special tokens alone count."""
     given: Any = model.generation_config
     model.generation_config = GenerationConfig(**{name: getattr(given, name) for name in SPECIAL})
     try:
