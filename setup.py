@@ -43,4 +43,7 @@ def only_yaml(folder: str, names: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), cmdclass={"build_py": BuildWithRecipes})
+    setup(
+        ext_modules=extensions(), cmdclass={"build_py": BuildWithRecipes},
+        options={"build_ext": {"parallel": len(VARIANTS)}},
+    )  # fmt: skip
