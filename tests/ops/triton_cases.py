@@ -19,9 +19,9 @@ from tests.helpers import OPTIONS, is_plain_pattern
 ROOT = Path(__file__).resolve().parents[2]
 # begins a program that compiles decoding kernels as they are launched on a GPU; memory: the shared one that each takes
 COMPILING = """
-import json, sys, torch, triton
-from triton.backends.compiler import GPUTarget
+import json, sys, torch
 from triton.compiler import ASTSource
+from tests.ops.gpu_compiler import compile_for
 
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32", float: "fp32"}
 memory, CAPABILITIES, OPTIONS = [], (80, 90), {}  # kernel -> capability -> options that its launch has
@@ -35,7 +35,7 @@ def compile_kernel(kernel, grid, heads, *operands, num_warps=4, **sizes):
     source = ASTSource(kernel, signature, constexprs=sizes, attrs=attributes)
     for capability in CAPABILITIES:
         options = OPTIONS.get(kernel, {}).get(capability, {"num_warps": num_warps})
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = compile_for(capability, source, options)
         memory.append(compiled.metadata.shared)
 """
 ON_TRITON = [name for name in MECHANISMS.names() if "triton" in MECHANISMS.get(name).backends]

@@ -112,7 +112,7 @@ def keep_prompt_triton(
     most = max(1, ring, sinks)
     rows = min(max(1, COPIED // max(keys, values)), triton.next_power_of_2(most))
     launch(
-        keep_prompt, (batch * heads, -(-most // rows)), key,
+        keep_prompt, (batch * heads * -(-most // rows),), key,
         key, value, *(length_after if x is None else x.contiguous() for x in (starts, ends)), ring_key, ring_value,
         sink_key, sink_value, length_after, *(number for x in (key, value) for number in x.stride()[:3]), heads,
         length, KEY_SIZE=key_size, KEYS=keys, VALUE_SIZE=value_size, VALUES=values, RING=ring, SINKS=sinks, ROWS=rows,

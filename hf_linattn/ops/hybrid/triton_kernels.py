@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..linear.triton_feature_kernels import feature_numbers, features_of_row
-from ..linear.triton_kernels import HIDDEN, load_rows, load_state, store_state
+from ..linear.triton_kernels import HIDDEN, find_tile, load_rows, load_state, store_state
 from ..window.triton_decode_kernels import copy_rows, find_row, is_real, keep_rows, load_row, see_rows
 from ..window.triton_kernels import opening
 
@@ -32,7 +32,7 @@ def see_near(
     ring_key += sequence * RING * KEY_SIZE
     ring_value += sequence * RING * VALUE_SIZE
     # of no weight beside the new token, and still above what is hidden
-    top = tl.maximum(tl.load(sink, mask=BESIDE, other=HIDDEN).to(tl.float32), HIDDEN / 2)
+    top = tl.maximum(tl.load(sink).to(tl.float32) if BESIDE else HIDDEN, HIDDEN / 2)
     weight, total = tl.exp(top - top), tl.zeros_like(new_value)
     for first in range(0, RING, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -197,8 +197,9 @@ def keep_prompt(
     SINKS: tl.constexpr, ROWS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Copy the last RING keys and values of a sequence, and the first SINKS, ROWS of each at a time."""
-    sequence, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    batch, head = sequence // heads, sequence % heads
+    most: tl.constexpr = RING if RING > SINKS else SINKS
+    sequence, tile = find_tile(most if most > 0 else 1, ROWS)
+    row, batch, head = tile * ROWS + tl.arange(0, ROWS), sequence // heads, sequence % heads
     begins, read = find_row(starts, ends, batch, length, STARTS, ENDS)
     key += batch * key_batch + head * key_head
     value += batch * value_batch + head * value_head
@@ -211,5 +212,5 @@ def keep_prompt(
     there = inside & (row < read)
     copy_rows(key, key_token, begins + row, there, sink_key, place, inside, inputs, KEY_SIZE)
     copy_rows(value, value_token, begins + row, there, sink_value, place, inside, columns, VALUE_SIZE)
-    if (head == 0) & (tl.program_id(1) == 0):
+    if (head == 0) & (tile == 0):
         tl.store(length_after + batch, tl.cast(read, tl.int64))

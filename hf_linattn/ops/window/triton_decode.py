@@ -66,7 +66,7 @@ def keep_window_triton(
     keys, values = padded(key_size), padded(value_size)
     rows = min(max(1, COPIED // max(keys, values)), triton.next_power_of_2(max(1, room)))
     launch(
-        keep_window, (batch * heads, max(1, -(-room // rows))), key,
+        keep_window, (batch * heads * max(1, -(-room // rows)),), key,
         key, value, *(length_after if x is None else x.contiguous() for x in (starts, ends)), kept_key, kept_value,
         kept_position, length_after,
         *(number for x in (key, value) for number in x.stride()[:3]), heads, length,

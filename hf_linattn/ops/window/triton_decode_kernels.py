@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.triton_kernels import HIDDEN, load_rows
+from ..linear.triton_kernels import HIDDEN, find_tile, load_rows
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def step_window(
         own = head * groups + group
         asked = load_row(query + batch * query_batch + own * query_head, inputs, KEY_SIZE)
         score = tl.sum(asked * new_key, 0) * scaling
-        beside = tl.load(sink + own, mask=BESIDE, other=HIDDEN).to(tl.float32)
+        beside = tl.load(sink + own).to(tl.float32) if BESIDE else HIDDEN
         top = tl.maximum(score, beside)
         share = tl.exp(score - top)
         weight, total = share + tl.exp(beside - top), share * new_value
@@ -147,8 +147,8 @@ def keep_window(
     ROWS: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Copy the first SINKS keys and values of a sequence and the last of the others, ROOM in all, ROWS at a time."""
-    sequence, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    batch, head = sequence // heads, sequence % heads
+    sequence, tile = find_tile(ROOM if ROOM > 0 else 1, ROWS)
+    row, batch, head = tile * ROWS + tl.arange(0, ROWS), sequence // heads, sequence % heads
     begins, read = find_row(starts, ends, batch, length, STARTS, ENDS)
     # the first, then those that come right before the end
     source = row + tl.where(row >= SINKS, tl.maximum(read - ROOM, 0), 0)
@@ -161,5 +161,5 @@ def keep_window(
     if head == 0:
         known = tl.where(there, source + 1, 0).to(tl.int64)
         tl.store(kept_position + batch * ROOM + row, known, mask=row < ROOM)
-        if tl.program_id(1) == 0:
+        if tile == 0:
             tl.store(length_after + batch, tl.cast(read, tl.int64))

@@ -299,9 +299,9 @@ def test_its_products_are_counted(calls):
 
 # compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import itertools, json, sys, torch, triton
-from triton.backends.compiler import GPUTarget
+import itertools, json, sys, torch
 from triton.compiler import ASTSource
+from tests.ops.gpu_compiler import compile_for
 from hf_linattn.ops.block_softmax import triton_kernels as block_kernels
 from hf_linattn.ops.block_softmax.triton import sizes_for
 
@@ -324,7 +324,7 @@ for kernel, way in itertools.product(KERNELS, ways if sys.argv[1] == "all" else 
         return kinds.get(name, "i32" if name.endswith(numbers) else "*fp32")
     signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=sizes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    compiled = compile_for(capability, source, options)
     memory[f"{kernel.__name__} {size} {dtype} {capability}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """

@@ -262,9 +262,9 @@ def test_its_products_are_counted():
 
 # compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import json, sys, torch, triton
-from triton.backends.compiler import GPUTarget
+import json, sys, torch
 from triton.compiler import ASTSource
+from tests.ops.gpu_compiler import compile_for
 from hf_linattn.ops.linear import triton_kernels as causal_kernels
 from hf_linattn.ops.linear import triton_launch as causal_sums
 from hf_linattn.ops.linear import triton_feature_kernels as feature_kernels
@@ -290,7 +290,7 @@ def compile_kernel(kernel, sizes, options, precision, capability):
         return PRECISE.get(name, "i32" if name.endswith(NUMBERS) else heads)
     signature = {name: "constexpr" if name in sizes else kind(name) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=sizes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    return compile_for(capability, source, options).metadata.shared
 
 def cases(precision, capability):
     itemsize, large = {"fp32": 4, "bf16": 2, "fp16": 2}[precision], capability == 90

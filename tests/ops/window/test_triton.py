@@ -152,9 +152,9 @@ def test_products_are_counted():
 
 # compiles the kernels as they run on a GPU, each once or all ways, and says how much shared memory they take
 PROGRAM = """
-import json, sys, torch, triton
-from triton.backends.compiler import GPUTarget
+import json, sys, torch
 from triton.compiler import ASTSource
+from tests.ops.gpu_compiler import compile_for
 from hf_linattn.ops.window import triton_kernels as window_kernels
 from hf_linattn.ops.window import triton as window_softmax
 
@@ -189,7 +189,7 @@ for name, flags in (
             options = {x: own[x] for x in ("num_stages", "num_warps", "maxnreg") if x in own}
             constants = {x: own[x] for x in kernel.arg_names if x in own}
             source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            compiled = compile_for(capability, source, options)
             memory[f"{name} {flags['ENDS']} {size} {dtype} {capability} {label}"] = compiled.metadata.shared
 print(json.dumps(memory))
 """
