@@ -43,6 +43,8 @@ IRREPLACEABLE = {
     "T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax",
     "DogeAttention": "makes a mask of its own from its values",
 }
+# attention modules of models that read what comes out for pads: the last token, or every patch of a picture
+READ_AT_PADS = ("SiglipAttention", "Siglip2Attention", "Idefics3VisionAttention", "SmolVLMVisionAttention")
 # what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # what models call a module that attends to other tokens than its own, where they declare it as any other
@@ -278,6 +280,7 @@ def describe_layer(
         rotation=rotation,
         value_dim=value_dim or getattr(module, "v_head_dim", None),
         has_sinks=getattr(module, "sinks", None) is not None,
+        reads_pads=type(module).__name__ in READ_AT_PADS,
         hidden_size=_width(module, KEY_PROJECTIONS, "in_features", 1) or _first(config, config, ("hidden_size",)),
     )
 
@@ -310,6 +313,9 @@ def _head_widths(module: nn.Module, num_heads: int, shared_heads: int) -> tuple[
     In latent attention `head_dim` is that of the rotary part alone: keys have another part beside it, and values are
     as wide as what the output projection takes.
     """
+    if hasattr(module, "q_pos_sine_proj"):  # Conditional DETR's keys have a place beside the content
+        width = _width(module, ("k_content_proj",), "out_features", shared_heads)
+        return width and 2 * width, width
     if getattr(module, "kv_b_proj", None) is None:
         return _width(module, KEY_PROJECTIONS, "out_features", shared_heads), None
     taken = _width(module, OUTPUT_PROJECTIONS, "in_features", num_heads)

@@ -36,6 +36,7 @@ class Patch:
     owners: list[PreTrainedModel] = field(default_factory=list)
     feed_forwards: list[FeedForward] = field(default_factory=list)
     exact: list[nn.Module] = field(default_factory=list)
+    parted: list[tuple[nn.Module, PreTrainedConfig]] = field(default_factory=list)
     names: list[tuple[Any, str, str]] = field(default_factory=list)
     replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
     extended: bool = False
@@ -66,6 +67,7 @@ class Patch:
         self.exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
         for module in self.exact:
             setattr(module, pinning.EXACT, True)
+        self.parted = pinning.part_configs(self.exact, self.implementations)
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
@@ -97,6 +99,8 @@ class Patch:
         for config, original in self.choices(model):
             pinning.unpin_config(config)
             bridge.set_implementation(config, original)
+        for module, config in self.parted:
+            module.config = config
         for module in self.exact:
             if hasattr(module, pinning.EXACT):
                 delattr(module, pinning.EXACT)

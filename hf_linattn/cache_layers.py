@@ -16,7 +16,7 @@ from .errors import UnsupportedModeError
 from .mechanisms import MECHANISMS, Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .mechanisms.softmax import SoftmaxMechanism
-from .ops.common.tracing import is_known
+from .ops.common.tracing import is_known, is_recorded
 
 
 def keeps_states(mechanism: Mechanism) -> bool:
@@ -44,7 +44,16 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
             kind = EncoderStateLayer if across else StateLayer
             cache.layers[index] = kind.adopt(cache.layers[index])
         cache.layers[index].expected = True
+        _leave_inference_mode(cache.layers[index])
     return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
+
+
+def _leave_inference_mode(layer: StateLayer) -> None:
+    """Copy what a layer keeps from `torch.inference_mode()` where gradients count now: autograd saves none of it."""
+    if torch.is_grad_enabled() and not is_recorded():
+        kept = (*(layer.state or ()), *(layer.pending or ()))
+        if any(x.is_inference() for x in kept):
+            layer._map(torch.clone)
 
 
 def place_in_cache(module: nn.Module, mechanism: Mechanism) -> Any:
@@ -143,6 +152,8 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
         index = place_in_cache(module, mechanism)
+        if not _runs(module, index):
+            continue
         if (lender := lender_of(module)) is not None:
             _require_alike(index, keeps_states(mechanism), lender, lender in states)
         if index is None:
@@ -160,6 +171,13 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
             if isinstance(length, int):  # the value of a tensor would have to be waited for
                 read.setdefault(length, index)
     _require_even(read)
+
+
+def _runs(module: nn.Module, index: int | None) -> bool:
+    """Whether a layer is among those that its config has now: assisted generation with an early exit takes fewer."""
+    config: Any = module.config
+    count = None if config.is_encoder_decoder else getattr(config, "num_hidden_layers", None)
+    return index is None or not isinstance(count, int) or index < count
 
 
 def _require_even(read: Mapping[int, int]) -> None:

@@ -63,7 +63,7 @@ def calibrate(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite.
+        OptionError: no batches, no tensors in one, steps below 1, an error that is not finite, offloaded weights, DDP.
         DataError: too short a text, or one string. After an error all parameters and buffers are as they were.
 
     Examples:
@@ -82,7 +82,7 @@ def calibrate(
     batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
-    tensors = _ordinary([*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())])
+    tensors = _own(model, [*parameters, *(buffer for path in fitted for buffer in mechanisms[path].buffers())])
     with torch.inference_mode(False), in_fast_dtype(model), ExitStack() as undo:
         undo.callback(write, tensors, [tensor.detach().clone() for tensor in tensors])
         with evaluation_mode(model), _trainable(parameters), torch.no_grad():
@@ -91,14 +91,35 @@ def calibrate(
     return found
 
 
-def _ordinary(tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors, or raise `OptionError` where no gradient can reach one."""
+def _own(model: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
+    """Return what is fitted, or raise `OptionError` where it is not this process's own, whole and in memory."""
     if any(tensor.is_inference() for tensor in tensors):
         raise OptionError(
             "the model's mechanisms were made inside torch.inference_mode(), where nothing can be fitted; load the"
             " model outside of it"
         )
+    if any(tensor.is_meta for tensor in tensors):
+        raise OptionError(
+            "the mechanisms' parameters are on the meta device between calls, as accelerate offloads them, where"
+            " nothing can be fitted; load the model whole, or patch it after it was dispatched"
+        )
+    if wrapper := _shared_by(model):
+        raise OptionError(
+            f"the model is a {wrapper}, of which each process would fit its own copy or part to its own batches; call"
+            " calibrate before the model is wrapped"
+        )
     return tensors
+
+
+def _shared_by(model: nn.Module) -> str | None:
+    """Return the class of what shares a model among processes, or None."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    several = torch.distributed.get_world_size() > 1
+    kinds = FSDPModule, FullyShardedDataParallel, *((nn.parallel.DistributedDataParallel,) if several else ())
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
 
 
 def _fit(

@@ -13,6 +13,7 @@ from .config import require_count
 from .errors import DataError, OptionError
 from .evaluation.next_token import evenly, windows_of_documents
 from .evaluation.perplexity import position_limit
+from .inference import device_of
 
 TOKENS, ROW, BATCH = 8192, 512, 4  # tokens in all and of a row, rows of a batch
 
@@ -37,7 +38,7 @@ def calibration_batches(
         rows, _ = windows_of_documents(tokenizer, texts, size)
     except OptionError as error:
         raise DataError(f"calibrate: no document has the {size} tokens of one row; give longer text") from error
-    chosen = evenly(rows, tokens // size).to(model.device)
+    chosen = evenly(rows, tokens // size).to(device_of(model))
     return [{"input_ids": batch} for batch in chosen.split(BATCH)]
 
 

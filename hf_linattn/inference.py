@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,10 +51,25 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model takes its inputs: of weights that accelerate keeps elsewhere, where it runs them.
+
+    >>> device_of(nn.Linear(2, 2))
+    device(type='cpu')
+    """
+    weight = next(chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    found = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((x for x in found if x is not None), device))
+
+
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """Keep a model in the memory of the CPU for a while, so that its device has room for another one."""
-    device = architecture.root_model(model).device
+    device = device_of(model)
     model.to("cpu")
     try:
         yield

@@ -24,6 +24,8 @@ from .errors import PatchError, UnsupportedModeError
 IMPLEMENTATION = "hf_linattn"  # the name of our attention and mask functions
 SHARED = "_hf_linattn_shared_configs"  # the attribute of a transformers model that holds the configs it had before
 EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
+# modules that read a mask made by their config, as the interface makes it, and attend past the interface
+OWN_ATTENTION = frozenset({"Siglip2MultiheadAttentionPoolingHead"})
 PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through
 ADAPTER_BASE = "base_model_name_or_path"  # the field of an adapter's config in PEFT
 NAME_IN_MEMORY = (
@@ -191,6 +193,20 @@ def keeping_softmax(
         and id(module) not in served
         and not isinstance(module, PreTrainedModel)
     ]
+
+
+def part_configs(modules: Iterable[nn.Module], chosen: list[tuple[Any, str]]) -> list[tuple[nn.Module, Any]]:
+    """Give those that make masks for PyTorch's own attention a config that still selects what makes such masks.
+
+    chosen: the configs of a model, and what each selected. Returns the modules, and the config that each had.
+    """
+    found = [(module, module.config) for module in modules if type(module).__name__ in OWN_ATTENTION]
+    for module, config in found:
+        own = copy.copy(config)
+        unpin_config(own)
+        vars(own)[CHOICE] = next(choice for shared, choice in chosen if shared is config)
+        module.config = own
+    return found
 
 
 def require_left_out(module: nn.Module) -> None:

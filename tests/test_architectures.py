@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+)
 
 from hf_linattn import get_mechanisms, patch_model, unpatch_model
 from hf_linattn.mechanisms import MECHANISMS
@@ -129,3 +138,39 @@ def test_layers_that_are_told_their_place_in_the_cache_have_it(name, mechanism):
     torch.testing.assert_close(with_cache[1], without[1], rtol=1e-3, atol=1e-3)
     if mechanism == "softmax":
         assert torch.equal(with_cache[1], original[1])
+
+
+SIGLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+EXACT = {
+    name: kind.limit.equal(16)
+    for name, kind in ((name, MECHANISMS.get(name)) for name in MECHANISMS.names())
+    if "bidirectional" in kind.modes and kind.limit.equal is not None
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", EXACT)
+def test_a_text_whose_last_token_is_a_pad_is_pooled_there(mechanism):
+    """SigLIP's pooler reads it, so at the exactness limit it is softmax's, too."""
+    model = fill(SiglipTextModel(SiglipTextConfig(**SIGLIP, vocab_size=96, max_position_embeddings=16))).eval()
+    ids, mask = pad([make_tokens(1, count, seed=count)[0] for count in (9, 6)], 1, "right")
+    expected = model(ids, attention_mask=mask).pooler_output
+    patch_model(model, mechanism, **EXACT[mechanism])
+    assert_close(model(ids, attention_mask=mask).pooler_output, expected)
+
+
+@torch.no_grad()
+def test_a_head_that_makes_a_mask_for_pytorchs_attention_gets_one_of_pairs():
+    """SigLIP 2's pooler has the config of the layers; it took a mask of keys for one of rows and heads."""
+    config = Siglip2VisionConfig(**SIGLIP, patch_size=8, num_patches=16)
+    model = fill(Siglip2VisionModel(config)).eval()
+    pixels = torch.randn(2, 12, 192, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    shapes = torch.tensor([[2, 4], [3, 4]])
+    expected = model(pixels, mask, shapes).pooler_output
+    for patched in (patch_model(model, "softmax"), copy.deepcopy(model)):
+        assert_close(patched(pixels, mask, shapes).pooler_output, expected)
+        assert_close(patched(pixels[1:], mask[1:], shapes[1:]).pooler_output, expected[1:])
+        assert unpatch_model(patched).head.config is patched.encoder.layers[0].self_attn.config
+        assert torch.equal(patched(pixels, mask, shapes).pooler_output, expected)

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import (
@@ -218,6 +220,22 @@ def test_what_was_loaded_inside_inference_mode_is_refused(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(OptionError, match=r"made inside torch.inference_mode\(\).*load the model outside of it"):
         calibrate(model, make_batches(1))
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
+def test_a_model_that_is_shared_among_processes_is_refused(wrap):
+    """Each process would fit its copy to its own batches, and nothing would make them equal again."""
+    model = make("llama")
+    before = state(model)
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        wrapped = wrap(model)
+        with pytest.raises(OptionError, match="call calibrate before the model is wrapped"):
+            calibrate(wrapped, make_batches(1))
+    finally:
+        distributed.destroy_process_group()
+    if wrap is not fully_shard:
+        torch.testing.assert_close(state(model), before, rtol=0, atol=0)
 
 
 def test_an_unpatched_model_is_refused():

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForSeq2SeqLM,
+    ConditionalDetrConfig,
+    ConditionalDetrForObjectDetection,
     DynamicCache,
     EncoderDecoderCache,
     MarianConfig,
     MarianMTModel,
     MllamaForCausalLM,
+    ResNetConfig,
     T5Config,
     T5ForConditionalGeneration,
     T5GemmaConfig,
@@ -354,6 +357,25 @@ def test_t5_is_refused_with_its_reason():
     model = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=50))
     with pytest.raises(UnsupportedModelError, match="position bias"):
         patch_model(model, "linear", cross_attention="linear")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mechanism", ["softmax", "local"])
+def test_keys_that_have_a_place_beside_their_content_are_wider_than_values(mechanism):
+    """As those of Conditional DETR; a window beyond all of them is softmax."""
+    backbone = ResNetConfig(hidden_sizes=[8] * 4, embedding_size=8, depths=[1] * 4, out_features=["stage4"])
+    layers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = ConditionalDetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, use_pretrained_backbone=False, backbone=None, d_model=32,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=5, **layers,
+    )  # fmt: skip
+    model = ConditionalDetrForObjectDetection(config).eval()
+    pixels = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    expected = model(pixel_values=pixels).logits
+    patch_model(model, "softmax", cross_attention=mechanism)
+    crossing = [x.layer for x in get_mechanisms(model).values() if x.layer.cross]
+    assert [(layer.head_dim, layer.value_dim) for layer in crossing] == [(32, 16)] * 2
+    torch.testing.assert_close(model(pixel_values=pixels).logits, expected)
 
 
 def test_a_patch_config_names_its_cross_attention_itself():

@@ -9,8 +9,10 @@ import accelerate
 import pytest
 import torch
 
-from hf_linattn import UnsupportedModelError, get_mechanisms, patch_model, unpatch_model
-from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokens
+from hf_linattn import OptionError, UnsupportedModelError, calibrate, get_mechanisms, patch_model, unpatch_model
+from hf_linattn.evaluation import check_generation, perplexity, state_bytes_by_length
+from hf_linattn.evaluation.next_token import token_losses
+from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import SPINE, make_model
 
 HYBRID = {"window_size": 3, "linear": "learned_exp"}
@@ -104,3 +106,36 @@ def test_zero3_gathers_what_a_mechanism_reads_with_it_and_not_for_each_call_of_a
     hooks = {name: list(part._forward_pre_hooks.values()) for name, part in mechanism.named_modules()}
     assert hooks.pop("") == [gather] and not any(hooks.values())
     assert "" in seen and any(name for name in seen)
+
+
+@pytest.mark.parametrize("offload", [accelerate.cpu_offload, accelerate.disk_offload], ids=["cpu", "disk"])
+def test_what_is_offloaded_is_measured_where_it_runs(offload, tmp_path):
+    """Its weights are on the meta device between calls, where no token can go."""
+    tokenizer = make_tokenizer()
+    texts = [tokenizer.decode(range(5, 20))]
+    found = []
+    for offloaded in (False, True):
+        model = make_patched("llama", "linear")
+        if offloaded:
+            where = (str(tmp_path),) if offload is accelerate.disk_offload else ()
+            offload(model, *where, execution_device=torch.device("cpu"))
+        found.append(
+            [
+                token_losses(model, make_tokens(2, 9)).losses.tolist(),
+                state_bytes_by_length(model, [8])[0],
+                perplexity(model, tokenizer, texts, max_length=8),
+                check_generation(model, [[3, 4, 5]], new_tokens=3),
+            ]
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mechanism", ["hedgehog", "vq"])
+def test_what_is_offloaded_is_not_fitted(mechanism):
+    model = make_patched("llama", mechanism)
+    ids = make_tokens(2, 9)
+    expected = logits_of(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    with pytest.raises(OptionError, match=r"on the meta device.*load the model whole, or patch it after"):
+        calibrate(model, [{"input_ids": ids}], steps=2)
+    assert torch.equal(logits_of(model, ids), expected)

@@ -58,7 +58,7 @@ class Logits(nn.Module):
 
     def __init__(self, name: str, architecture: str):
         super().__init__()
-        self.model = patch_model(tiny_model(architecture, architecture == "llama", torch.float32), name)
+        self.model = patch_model(tiny_model(architecture, architecture != "bert", torch.float32), name)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         given = {"attention_mask": mask, "position_ids": positions}
@@ -133,6 +133,17 @@ def test_a_program_for_all_lengths_is_right_at_each(name, architecture, length):
     shapes = (*({2: sizes},) * 3, {1: sizes})
     program = torch.export.export(alone, inputs(case, length), dynamic_shapes=shapes, strict=False).module()
     check(case, program, alone, 7, 64, 300)
+
+
+@torch.no_grad()
+def test_a_program_of_a_sliding_window_is_right_within_and_beyond_it():
+    """Whether a window hides anything is a question of the length, which the program leaves open."""
+    model, sizes = Logits("softmax", "mistral"), torch.export.Dim("length", min=3, max=60)
+    program = torch.export.export(model, (random_tokens(2, 20),), dynamic_shapes=({1: sizes},), strict=False).module()
+    assert model.model.config.sliding_window == 40
+    for length in (5, 40, 41, 57):
+        ids = random_tokens(2, length)
+        torch.testing.assert_close(program(ids), model(ids), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", EXPORTED)

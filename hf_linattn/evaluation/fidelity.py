@@ -13,13 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..attention_call import AttentionCall, intercept_attention
 from ..config import require
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, device_of, evaluation_mode
 from ..mechanisms import Mechanism, Pairs
 from ..mechanisms.composite import CompositeMechanism
 from ..mechanisms.hybrid import HybridMechanism, hybrids_of
 from ..patching import get_mechanisms, is_patched
 from .generation import Continuations, compared, continuations
-from .next_token import device_of, token_losses, whole_windows
+from .next_token import token_losses, whole_windows
 from .positions import PositionRow, RecurrenceRow, accuracy_by_position, loss_by_recurrence
 
 BLOCK = 128  # queries whose weights are held at a time

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import require
-from ..inference import accepted, evaluation_mode, kept_generators, progress_bar
-from .next_token import device_of, token_losses
+from ..inference import accepted, device_of, evaluation_mode, kept_generators, progress_bar
+from .next_token import token_losses
 from .perplexity import position_limit
 
 AGREEMENT = 32  # first new tokens that are compared

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_texts
-from ..inference import accepted, evaluation_mode, progress_bar
+from ..inference import accepted, device_of, evaluation_mode, progress_bar
 
 TOKENS = 16_384  # that a batch has at most, beyond its first window
 ROWS = 8  # windows that it has at most, unless asked for
@@ -71,11 +71,6 @@ def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     # flat, as over a dimension that is not the last PyTorch sums V float32 terms one by one: 1e-4 nats at 49,152
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return losses.cpu().double(), (logits.argmax(-1) == targets).cpu().double()
-
-
-def device_of(model: nn.Module) -> Any:
-    """Return where a model takes its tokens."""
-    return architecture.root_model(model).device
 
 
 def whole_windows(

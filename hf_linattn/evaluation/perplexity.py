@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .. import architecture
 from ..config import require, require_texts
 from ..errors import DataError, OptionError, UnsupportedModelError
-from ..inference import evaluation_mode, padding_token, progress_bar
+from ..inference import device_of, evaluation_mode, padding_token, progress_bar
 from ..mechanisms.base import Mechanism
 from ..pinning import NAME_IN_MEMORY
 from ..positions.tables import position_tables
@@ -369,7 +369,7 @@ def _masked_windows(
 
 def _token_losses(model: nn.Module, windows: Sequence[Window], pad_token_id: int, masked: bool) -> Tensor:
     """Return the negative log-likelihoods [T] of the scored tokens of a batch of windows, in at least float32."""
-    device = architecture.root_model(model).device
+    device = device_of(model)
     input_ids = pad_sequence([w.input_ids for w in windows], batch_first=True, padding_value=pad_token_id).to(device)
     labels = pad_sequence([w.labels for w in windows], batch_first=True, padding_value=IGNORED_LABEL).to(device)
     attention_mask = pad_sequence([torch.ones_like(w.input_ids) for w in windows], batch_first=True).to(device)

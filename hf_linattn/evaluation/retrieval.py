@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from .. import architecture
 from ..config import require, require_finite, require_texts
 from ..errors import DataError
-from ..inference import evaluation_mode, padding_token, progress_bar
+from ..inference import device_of, evaluation_mode, padding_token, progress_bar
 
 SCALE = 20.0  # of cosines in a softmax, as the losses of sentence-transformers have it
 
@@ -66,7 +65,7 @@ def embed(
         torch.Size([2, 384])
     """
     require("max_length", max_length, max_length >= 1, "at least 1")
-    texts, device = require_texts("texts", texts), architecture.root_model(model).device
+    texts, device = require_texts("texts", texts), device_of(model)
     if not texts:
         raise DataError("texts is empty; give at least one text")
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, device_of, evaluation_mode
 from .generation import continuations
-from .next_token import device_of
 
 LENGTH = 64  # tokens of a text that are read: half are the prompt, half what follows
 SHOWN = 300  # characters of a text that is not generated

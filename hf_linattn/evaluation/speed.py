@@ -24,7 +24,7 @@ from .. import architecture
 from .. import transformers_bridge as bridge
 from ..config import require
 from ..errors import OptionError, PatchError
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, device_of, evaluation_mode
 from ..patching import is_patched, original_attention
 from .perplexity import position_limit
 
@@ -202,7 +202,7 @@ def random_input_ids(model: nn.Module, batch_size: int, length: int, seed: int) 
     root = architecture.root_model(model)
     vocab_size = root.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (batch_size, length), generator=generator).to(root.device)
+    return torch.randint(vocab_size, (batch_size, length), generator=generator).to(device_of(model))
 
 
 def prefill_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _interleave(
     model: nn.Module, prepare: Callable[[str], Callable[[], Any]], repeats: int, warmup: int
 ) -> dict[str, list[float]]:
     """Return seconds per run of each variant, in turn; `prepare` makes the run of a variant and is not timed."""
-    device = architecture.root_model(model).device
+    device = device_of(model)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(warmup + repeats):
         for name, variant in VARIANTS.items():

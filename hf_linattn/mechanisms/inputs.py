@@ -30,6 +30,7 @@ class AttentionLayer:
         has_sinks: whether it has learned sinks in its softmax, which it hands over with every call.
         hidden_size: E, numbers of a token in its input; None if nothing says it.
         depth: which layer of the model it is in, the number in its path; None if that has none.
+        reads_pads: whether the model reads what comes out for pads, as a pooler of the last token does.
     """
 
     index: int
@@ -46,6 +47,7 @@ class AttentionLayer:
     has_sinks: bool = False
     hidden_size: int | None = None
     depth: int | None = None
+    reads_pads: bool = False
 
     @property
     def mode(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.padding import find_sequences, from_the_left
 from ..ops.common.tracing import once
 from .base import Mechanism
@@ -18,7 +19,8 @@ class SequenceMechanism(Mechanism):
 
     A subclass writes `causal_sequences` and `bidirectional_sequences`, which see rows that start at position 0 and are
     padded on the right only. Every padding and packing is brought into that form here and back again, so a sequence
-    gets what it would get alone. A state is a named tuple of tensors with the batch first.
+    gets what it would get alone. The output at a pad is softmax's in a bidirectional layer whose model reads it
+    (`AttentionLayer.reads_pads`), else zero. A state is a named tuple of tensors with the batch first.
     """
 
     def causal_sequences(
@@ -103,6 +105,12 @@ class SequenceMechanism(Mechanism):
             else:
                 rows = self.run_hook(own, "bidirectional_sequences", *heads, group.lengths)
             output = group.put(rows.to(output.dtype), output)
+        if self.layer.reads_pads and not self.layer.causal and key_padding_mask is not None:
+            exact = softmax_attention(
+                query, key, value, scaling=self.layer.scaling, causal=False, key_padding_mask=key_padding_mask,
+                sequence_ids=sequence_ids,
+            )  # fmt: skip
+            output = torch.where(key_padding_mask[:, None, :, None], output, exact)
         return output, merge_rows(states) if states else None
 
 

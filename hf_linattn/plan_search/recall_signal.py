@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architecture import root_model
-from ..inference import accepted, progress_bar
+from ..inference import accepted, device_of, progress_bar
 from .gates import Gates
 from .options import Signal
 
@@ -82,5 +81,5 @@ def is_known(log_likelihood: float, answer_ids: Sequence[int]) -> bool:
 def _inputs(gates: Gates, prompt: Any) -> dict[str, Any]:
     """Return what the model takes: the prompt and the answer but its last token, which nothing is predicted from."""
     ids = [*prompt.prompt_ids, *prompt.answer_ids[:-1]]
-    tokens = torch.tensor([ids], device=root_model(gates.model).device)
+    tokens = torch.tensor([ids], device=device_of(gates.model))
     return {"input_ids": tokens, **accepted(gates.model, logits_to_keep=len(prompt.answer_ids))}

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from ... import architecture
 from ...config import require_count, require_finite
 from ...errors import DataError, OptionError, UnsupportedModelError
-from ...inference import accepted, evaluation_mode, padding_token, progress_bar
+from ...inference import accepted, device_of, evaluation_mode, padding_token, progress_bar
 from ...positions.tables import first_position
 from ..generation import GREEDY, plain_generation
 from ..perplexity import is_masked_language_model, position_limit
@@ -204,8 +204,8 @@ class _Batch:
         pads = [longest - len(prompt.prompt_ids) for prompt in prompts]
         self.pad, self.first = padding_token(model, tokenizer), first_position(model)
         rows = [[self.pad] * count + prompt.prompt_ids for count, prompt in zip(pads, prompts, strict=True)]
-        self.ids = torch.tensor(rows, device=model.device)
-        self.mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(model.device)
+        self.ids = torch.tensor(rows, device=device_of(model))
+        self.mask = (torch.arange(longest)[None] >= torch.tensor(pads)[:, None]).long().to(device_of(model))
         self.cache: Cache = DynamicCache(config=model.config)
         self._forward(self.ids[:, :-1], self.mask[:, :-1], self.cache, kept=1)
 

@@ -55,7 +55,9 @@ def softmax_attention(
         if sequence_ids is None or pair_mask.shape[2] == num_queries:
             return masked_attention(query, key, value, pair_mask, scaling, softcap, dropout, sink)
         causal, key_padding_mask, sliding_window = False, None, None
-    window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
+    window = sliding_window
+    if window is not None and not is_open(query) and window >= num_keys:  # a program for other lengths keeps it
+        window = None
     plain = key_padding_mask is None and sequence_ids is None and window is None
     if plain and softcap is None and (not causal or num_queries in (1, num_keys)):
         return _unmasked(query, key, value, causal and bool(num_queries > 1), scaling, dropout, sink)
