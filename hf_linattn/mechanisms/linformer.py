@@ -249,8 +249,8 @@ class LinformerMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         matrices = []
         for x in self.projections(keys):
             if self.in_blocks:
-                matrix = member * torch.exp(torch.einsum("hjd,hd->hj", keys, x.expand(heads, -1)))[:, None]
-                matrices.append(reference.normalise(matrix))
+                scores = torch.einsum("hjd,hd->hj", keys, x.expand(heads, -1))[:, None]
+                matrices.append(scores.masked_fill(member == 0, -torch.inf).softmax(-1))
             elif n <= k:
                 matrices.append(member.expand(heads, -1, -1))
             else:

@@ -17,6 +17,10 @@ def features(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> 
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def raised(x: torch.Tensor) -> Features:
+    return Features(torch.nn.functional.elu(x) + 1)
+
+
 @pytest.mark.parametrize("length", [5, 37, 1030])  # fewer keys than features, more, and more than are read at a time
 def test_it_is_the_least_squares_solution_with_a_penalty(length):
     """Least squares on the keys, and sqrt(penalty) times every axis, where the value is zero; with its gradients."""
@@ -39,6 +43,20 @@ def test_it_is_the_least_squares_solution_with_a_penalty(length):
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
     with torch.no_grad():
         assert torch.equal(ridge_attention(query, key, value, Features, Features, penalty, mask), got)
+
+
+@pytest.mark.parametrize("length", [6, 128])
+def test_a_small_penalty_has_the_gradients_of_float64(length):
+    """What is added against rounding biased them by its share of the penalty: by a twentieth, at this one."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        heads = [torch.randn(1, 1, length, 32, generator=generator).to(dtype) for _ in range(3)]
+        operands = [x.requires_grad_() for x in (*heads, torch.tensor([0.02], dtype=dtype))]
+        output = ridge_attention(*operands[:3], raised, raised, operands[3])
+        found[dtype] = [output.detach(), *torch.autograd.grad(output.square().sum(), operands)]
+    for got, want in zip(*found.values(), strict=True):
+        assert (got - want).abs().max() < 1e-3 * want.abs().max()
 
 
 @pytest.mark.parametrize("length", [64, 65])  # as many keys as features: the sequences of a row at once, or each

@@ -31,9 +31,9 @@ def ridge_attention(
 
     a_i and b_j are the features of query i [B, H, Nq, D] and of key j [B, Hkv, Nk, D] divided by their length, and
     W = (sum_j b_j b_j^T + penalty I)^-1 sum_j b_j v_j^T, j over the keys of the query's sequence; zero for pads.
-    `penalty` [Hkv] is above zero: `penalty` keys that are like the query give half of their value. To it the rounding
-    error of the sums is added, 32 eps times the number of keys, so that there always is a solution; one step of
-    refinement takes most of it out again.
+    `penalty` [Hkv] is above zero: `penalty` keys that are like the query give half of their value. To one below the
+    rounding error of the sums, 32 eps times the number of keys, that is added, so that there always is a solution; one
+    step of refinement takes most of it out again.
     Time O(N F (F + Dv) + S F^3) for S sequences, N in place of one F where that is less.
 
     >>> from hf_linattn.ops.linear.interface import Features
@@ -101,7 +101,8 @@ def _factor(gram: Tensor, penalty: Tensor, together: Tensor | None = None) -> Te
     trace = diagonal.sum(-1, keepdim=True)
     if together is not None:  # that of each sequence, for its own keys
         trace = (together.to(gram) @ diagonal[..., None]).squeeze(-1)
-    diagonal += penalty[:, None] + ROUNDING * torch.finfo(gram.dtype).eps * trace
+    rounding = ROUNDING * torch.finfo(gram.dtype).eps * trace
+    diagonal += torch.where(penalty[:, None] < rounding, penalty[:, None] + rounding, penalty[:, None])
     return torch.linalg.cholesky(gram)
 
 
