@@ -143,6 +143,8 @@ def require_all_parts(base: type[PreTrainedModel], config: Any) -> None:
 def find_part(model: PreTrainedModel, path: str) -> PreTrainedModel:
     """Return the part of a model at `path`, which may be its path in the same model with another head, or with none.
     """
+    if path == model.base_model_prefix and not hasattr(model, path):
+        return model  # it is what has no head
     prefix = f"{model.base_model_prefix}."
     for candidate in (path, path.removeprefix(prefix), prefix + path):
         try:

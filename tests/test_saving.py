@@ -140,6 +140,18 @@ def test_the_text_model_alone_of_a_whole_is_refused_by_the_class_that_was_saved(
     assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
+def test_a_whole_whose_base_alone_is_patched_is_loaded_without_its_head(tmp_path):
+    whole = make_model("llama")
+    patch_model(whole.model, "hedgehog")
+    whole.save_pretrained(tmp_path / "whole")
+    loaded, ids = AutoModel.from_pretrained(tmp_path / "whole"), make_tokens(2, 9)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).last_hidden_state, whole.model(ids).last_hidden_state)
+    assert list(get_mechanisms(loaded)) == list(get_mechanisms(whole.model))
+    loaded.save_pretrained(tmp_path / "base")
+    assert is_patched(AutoModel.from_pretrained(tmp_path / "base"))
+
+
 @pytest.mark.parametrize("parts", [{}, [], {"model.tower": "linear"}, {"model.multi_modal_projector": None}])
 def test_damaged_parts_are_named(tmp_path, parts):
     make_towers("language_model")(tmp_path).save_pretrained(tmp_path)

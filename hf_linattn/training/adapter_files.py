@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE, r
 from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.config import require_count
-from hf_linattn.errors import CheckpointError, PatchError
+from hf_linattn.errors import CheckpointError, OptionError, PatchError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import one_line, reading
@@ -39,6 +39,7 @@ from hf_linattn.training.task import CAUSAL, task_of
 from hf_linattn.transformers_bridge import MECHANISM
 
 PREFIX = "base_model.model."  # of the names that PEFT gives tensors
+NO_SUM = "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"  # options under which two adapters have no sum
 ADAPTED = BaseTunerLayer, ModulesToSaveWrapper  # what PEFT puts around a module
 
 
@@ -94,6 +95,11 @@ class AdapterModel(LoraModel):
                     f" of {list(own[name].shape)}; give the one it was trained on"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if is_patched(model):  # of a second adapter PEFT asks nothing before
+            patch_as(model, self.peft_config[adapter_name])  # type: ignore[arg-type]
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     @skip_init_on_device  # low_cpu_mem_usage makes empty what is made here, and mechanisms begin with weights
     def _pre_injection_hook(self, model: nn.Module, config: PeftConfig, adapter_name: str) -> None:
@@ -253,6 +259,9 @@ def save_adapter(
         dtype: of the tensors but for integers, such as counters; None: as they are.
         before: an adapter that was merged into the model before these were added; the result is the sum of both.
 
+    Raises:
+        OptionError: of these adapters and those `before` them there is no sum, as with DoRA or ranks of their own.
+
     Examples:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
@@ -268,22 +277,30 @@ def save_adapter(
         >>> is_patched(loaded)
         True
     """
-    config: Any = adapted.peft_config["default"]
-    state = dict(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    name: Any = adapted.active_adapter
+    config: Any = adapted.peft_config[name]
+    state = dict(get_peft_model_state_dict(adapted, save_embedding_layers=False, adapter_name=name))
     trained = {name for name in state if f".{MECHANISM}." in name}
     state |= {name: x for name, x in adapted.state_dict().items() if _is_mechanisms(name) and not trained}
     rank, alpha = config.r, config.lora_alpha
     if before is not None:
+        if unequal := next((option for option in NO_SUM if getattr(config, option)), None):
+            raise OptionError(
+                f"{unequal}={getattr(config, unequal)!r}: this adapter and that of {str(before)!r} have no sum; leave"
+                " it out, or merge_and_unload() and save the model"
+            )
         earlier = json.loads((before / CONFIG_FILE).read_text(encoding="utf-8"))
         state = summed(load_file(before / WEIGHTS_FILE), state)
         rank, alpha = rank + earlier["r"], alpha * (rank + earlier["r"]) / rank
-    described = AdapterConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=config.lora_dropout, target_modules=config.target_modules,
-        modules_to_save=[MECHANISM] if any(f".{MECHANISM}." in name for name in state) else None,
-        fan_in_fan_out=config.fan_in_fan_out, base_model_name_or_path=base, max_positions=max_positions,
-        hf_linattn=get_patch_config(adapted).to_dict(), inference_mode=True,
-        task_type=TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None,
-    )  # fmt: skip
+    own = [MECHANISM] if any(f".{MECHANISM}." in name for name in state) else []
+    saved = [*own, *(x for x in config.modules_to_save or () if x != MECHANISM)]
+    options = {option.name: getattr(config, option.name) for option in fields(LoraConfig) if option.init}
+    options |= {
+        "r": rank, "lora_alpha": alpha, "modules_to_save": saved or None, "base_model_name_or_path": base,
+        "inference_mode": True, "task_type": TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None,
+        "init_lora_weights": True,  # what is loaded takes their place
+    }  # fmt: skip
+    described = AdapterConfig(**options, max_positions=max_positions, hf_linattn=get_patch_config(adapted).to_dict())
     tensors = {
         name: x.detach().to("cpu", dtype if x.is_floating_point() else None).contiguous() for name, x in state.items()
     }

@@ -232,6 +232,42 @@ def test_a_model_that_has_adapters_keeps_them(tmp_path):
     torch.testing.assert_close(logits_of(load_adapter(adapted.unload(), tmp_path / "adapter")), expected)
 
 
+@pytest.mark.parametrize("way", ["load_adapter", "PeftModel"])
+def test_a_second_adapter_of_another_plan_is_refused(tmp_path, way):
+    for window in (8, 3):
+        adapted = add_adapters(patch_model(original(), "local", window_size=window), rank=2)
+        adapter_files.save_adapter(adapted, tmp_path / f"of {window}", "a-llama")
+    shutil.copytree(tmp_path / "of 8", tmp_path / "adapter")
+    first = WAYS[way](tmp_path)
+    with pytest.raises(PatchError, match="patched otherwise than the adapter was trained with"):
+        first.load_adapter(tmp_path / "of 3", "beside")
+    assert [m.config.window_size for m in get_mechanisms(first).values()] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"alpha_pattern": {"v_proj": 1}}, {"rank_pattern": {"v_proj": 3}}, {"use_rslora": True}, {"use_dora": True},
+        {"layers_to_transform": [1]}, {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"modules_to_save": ["lm_head", "hf_linattn"]},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_an_adapter_of_pefts_own_options_is_loaded_as_it_was(tmp_path, options):
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["hf_linattn"], **options}
+    adapted = get_peft_model(patched(), LoraConfig(**given), adapter_name="mine")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (x for x in adapted.parameters() if x.requires_grad):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapter_files.save_adapter(adapted, tmp_path / "adapter", "a-llama")
+    torch.testing.assert_close(logits_of(load_adapter(original(), tmp_path / "adapter")), logits_of(adapted))
+    if set(options) & set(adapter_files.NO_SUM):
+        with pytest.raises(OptionError, match=f"{next(iter(options))}=.*have no sum"):
+            adapter_files.save_adapter(adapted, tmp_path / "sum", "a-llama", before=tmp_path / "adapter")
+        assert not (tmp_path / "sum").exists()
+
+
 @pytest.mark.parametrize(("name", "expected"), [("r", "an"), ("max_positions", "None or an")])
 def test_numbers_of_a_config_are_looked_at(tmp_path, name, expected):
     saved(tmp_path)
