@@ -284,23 +284,15 @@ def save_adapter(
     state |= {name: x for name, x in adapted.state_dict().items() if _is_mechanisms(name) and not trained}
     rank, alpha = config.r, config.lora_alpha
     if before is not None:
-        if unequal := next((option for option in NO_SUM if getattr(config, option)), None):
-            raise OptionError(
-                f"{unequal}={getattr(config, unequal)!r}: this adapter and that of {str(before)!r} have no sum; leave"
-                " it out, or merge_and_unload() and save the model"
-            )
-        earlier = json.loads((before / CONFIG_FILE).read_text(encoding="utf-8"))
-        state = summed(load_file(before / WEIGHTS_FILE), state)
-        rank, alpha = rank + earlier["r"], alpha * (rank + earlier["r"]) / rank
+        rank = _rank_of_sum(config, before)
+        state, alpha = summed(load_file(before / WEIGHTS_FILE), state), alpha * rank / config.r
     own = [MECHANISM] if any(f".{MECHANISM}." in name for name in state) else []
-    saved = [*own, *(x for x in config.modules_to_save or () if x != MECHANISM)]
-    options = {option.name: getattr(config, option.name) for option in fields(LoraConfig) if option.init}
-    options |= {
-        "r": rank, "lora_alpha": alpha, "modules_to_save": saved or None, "base_model_name_or_path": base,
-        "inference_mode": True, "task_type": TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None,
-        "init_lora_weights": True,  # what is loaded takes their place
-    }  # fmt: skip
-    described = AdapterConfig(**options, max_positions=max_positions, hf_linattn=get_patch_config(adapted).to_dict())
+    described = AdapterConfig(
+        **_options_of(config) | {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": base},
+        modules_to_save=[*own, *(x for x in config.modules_to_save or () if x != MECHANISM)] or None,
+        task_type=TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None, max_positions=max_positions,
+        hf_linattn=get_patch_config(adapted).to_dict(),
+    )  # fmt: skip
     tensors = {
         name: x.detach().to("cpu", dtype if x.is_floating_point() else None).contiguous() for name, x in state.items()
     }
@@ -309,6 +301,23 @@ def save_adapter(
     plain = described.to_dict()
     lists = {name: sorted(value) if isinstance(value, set) else value for name, value in plain.items()}
     write_json(folder / CONFIG_FILE, lists, indent=2, sort_keys=True)
+
+
+def _rank_of_sum(config: LoraConfig, before: Path) -> int:
+    """Return the rank of adapters and those `before` them together, or raise `OptionError` where they have no sum."""
+    if unequal := next((option for option in NO_SUM if getattr(config, option)), None):
+        raise OptionError(
+            f"{unequal}={getattr(config, unequal)!r}: this adapter and that of {str(before)!r} have no sum; leave it"
+            " out, or merge_and_unload() and save the model"
+        )
+    return config.r + int(json.loads((before / CONFIG_FILE).read_text(encoding="utf-8"))["r"])
+
+
+def _options_of(config: LoraConfig) -> dict[str, Any]:
+    """Return what a LoRA config says, but for what `save_adapter` says itself and how weights begin."""
+    said = {"modules_to_save", "task_type"}
+    options = {x.name: getattr(config, x.name) for x in fields(LoraConfig) if x.init and x.name not in said}
+    return options | {"inference_mode": True, "init_lora_weights": True}
 
 
 def summed(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
