@@ -187,6 +187,13 @@ def test_an_adapter_of_this_library_is_pushed_with_its_card_and_nothing_loads_it
     card = files["README.md"].decode()
     assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert 'load_adapter(AutoModelForCausalLM.from_pretrained(base), "me/own")' in card and "`hedgehog`" in card
+    assert 'base = "base"' in card and str(tmp_path) not in card, "all can read the card"
+    file = tmp_path / "adapter" / "adapter_config.json"
+    said = file.read_text()
+    file.write_text(said.replace(f'"{tmp_path / "base"}"', "null"))
+    (tmp_path / "adapter" / "README.md").unlink(missing_ok=True)
+    assert "is an adapter that names no base; put the path" in user.run("push", file.parent, "me/none", code=1)
+    file.write_text(said)
     (tmp_path / "adapter" / "README.md").write_text(card.replace("me/own", "own"))
     user.run("push", tmp_path / "adapter", "me/renamed")
     assert hub.repositories["me/renamed"].files["README.md"].decode() == card.replace("me/own", "me/renamed")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..adapter_config import CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
+from ..adapter_config import CONFIG_FILE, WEIGHTS_FILE, base_of, read_adapter_config
 from ..atomic_io import write_text
 from ..errors import CheckpointError, OptionError
 from ..json_files import read_object
 from ..reading import has_tokenizer, reading, without_tokenizer
 from ..training.run_folders import CONTROL, STAGES, WINDOW
 from .common import Json, exit_on_error, note, show
+from .conversion_words import without_place
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -145,10 +146,11 @@ def new_card(folder: Path, repository: str) -> dict[str, str]:
     if (adapter := read_adapter_config(folder)) is not None:
         if report is not None:
             return {CARD_FILE: str(adapter_card(report, folder, repository))}
-        name, patches = adapter["base_model_name_or_path"], read_patches(adapter["hf_linattn"])
+        name: Any = base_of("folder", str(folder))
+        patches = read_patches(adapter["hf_linattn"])
         with reading("base_model_name_or_path", name, "put the name of the base into adapter_config.json"):
             loader = loader_of(AutoConfig.from_pretrained(name))
-        made = Conversion(read_base(name), loader, patches, untrained=False, adapter_of=name)
+        made = Conversion(read_base(name), loader, patches, untrained=False, adapter_of=without_place(name, name))
         return {CARD_FILE: str(conversion_card(made, repository))}
     if report is not None:
         return card_files(report, folder, repository)
