@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 CSRC = Path("hf_linattn/csrc")
@@ -27,6 +29,15 @@ def extensions() -> list[Extension]:
     ]  # fmt: skip
 
 
+class BuildApart(build_ext):
+    """Keeps the objects of each instruction set in a folder of its own, as the two are compiled side by side."""
+
+    def build_extension(self, ext: Extension) -> None:
+        apart = copy.copy(self)
+        apart.build_temp = str(Path(self.build_temp, ext.name))
+        build_ext.build_extension(apart, ext)
+
+
 class BuildWithRecipes(build_py):
     """Puts the files of recipes/ into the package; a checkout reads them where they lie, once."""
 
@@ -44,6 +55,6 @@ def only_yaml(folder: str, names: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     setup(
-        ext_modules=extensions(), cmdclass={"build_py": BuildWithRecipes},
+        ext_modules=extensions(), cmdclass={"build_ext": BuildApart, "build_py": BuildWithRecipes},
         options={"build_ext": {"parallel": len(VARIANTS)}},
     )  # fmt: skip
