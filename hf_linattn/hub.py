@@ -181,10 +181,14 @@ def require_found(model: PreTrainedModel, missing: Iterable[str], name: Any, whe
     if absent and where is not None:
         absent = sorted(set(absent) - started_anew(model, absent, name, where))
     if absent:
+        remedy = (
+            "load it with the options that it was made with, such as add_pooling_layer=False"
+            if where is not None
+            else "load it with peft.PeftModel.from_pretrained, which knows what an adapter, as of AdaLoRA, leaves out"
+        )
         raise CheckpointError(
             f"the weights in {str(name)!r} have no {absent[0]!r} and lack {len(absent)} tensors in all; they are"
-            " damaged or belong to another model: save it again, or load it with the options that it was made with,"
-            " such as add_pooling_layer=False"
+            f" damaged or belong to another model: save it again, or {remedy}"
         )
 
 

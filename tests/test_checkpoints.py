@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -279,6 +279,13 @@ def test_what_is_missing_or_misfits_in_an_adapter_or_its_base_is_named(folder, a
     save_file(tensors, place, {"format": "pt"})
     with pytest.raises(CheckpointError, match=message):
         load(adapter)
+
+
+def test_an_adapter_that_peft_alone_loads_whole_is_left_to_it(folder):
+    config = AdaLoraConfig(target_modules=["q_proj"], total_step=10)
+    get_peft_model(load(folder), config).save_pretrained(folder / "adapter")
+    with pytest.raises(CheckpointError, match=r"ranknum.* or load it with peft\.PeftModel"):
+        load(folder / "adapter")
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, ADAPTER])
