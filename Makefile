@@ -183,6 +183,10 @@ choose-plan: install ## recall with a tenth of the heads exact: make choose-plan
 	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
 	$(TABLES)
 
+plan-grid: install ## shares of the heads and lengths of the windows: make plan-grid MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
+	$(BIN)/python -m benchmarks.studies.plan_grid $(MODEL) $(BOOKS)
+	$(TABLES)
+
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
 	$(TABLES)

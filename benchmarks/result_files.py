@@ -33,6 +33,7 @@ PEERS_FILE = "cpu_peers.json"
 DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 START_FILE = "start.json"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
+PLAN_GRID = "plan_grid"  # a folder, with a file for each model
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
 COMPILED_DECODING_FILE = "compiled_decoding.json"

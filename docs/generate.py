@@ -16,6 +16,7 @@ from benchmarks.result_files import (
     HARD_KEY_PLANS_FILE,
     HEADS_FILE,
     MQAR_FILE,
+    PLAN_GRID,
     RECOVERED_PLANS_FILE,
     RESULTS,
     SUPPORT_FILE,
@@ -29,6 +30,7 @@ from benchmarks.tables.heads import (
     hard_key_plans_parts,
     heads_recall_parts,
     heads_speed_parts,
+    plan_grid_parts,
     recovered_plans_parts,
 )
 from benchmarks.tables.markdown import replace_section, table, weights_said
@@ -139,6 +141,12 @@ def heads_recall() -> str:
     return "\n\n".join(heads_recall_parts(read(RESULTS / CHOSEN_PLAN_FILE)))
 
 
+def plan_grid() -> str:
+    """Return what shares of the heads and lengths of the windows keep, a table for each model."""
+    files = sorted((RESULTS / PLAN_GRID).glob("*.json"))
+    return "\n\n".join(part for file in files for part in plan_grid_parts(read(file)))
+
+
 def hard_key_plans() -> str:
     """Return what plans recall that have hard keys in their other heads."""
     return "\n\n".join(hard_key_plans_parts(read(RESULTS / HARD_KEY_PLANS_FILE)))
@@ -233,6 +241,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "heads.md": {
         "recall": heads_recall,
+        "grid": plan_grid,
         "hard-keys": hard_key_plans,
         "recovered": recovered_plans,
         "speed": heads_speed,

@@ -39,9 +39,10 @@ def a_llama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A model that recalls nothing, so that its plans are chosen by text."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
     tokens = torch.randint(2, 2048, (4, 300), generator=torch.Generator().manual_seed(0))
-    by_text = {"signal": "divergence", "batches": [{"input_ids": tokens}]}
+    rows = [{"input_ids": tokens}]
+    by_text = {"signal": "divergence", "batches": rows}
     monkeypatch.setattr(hf_linattn, "choose_plan", partial(hf_linattn.choose_plan, **by_text))
-    return {"model": model, "tokenizer": tokenizer}
+    return {"model": model, "tokenizer": tokenizer, "rows": rows}
 
 
 def a_bert(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

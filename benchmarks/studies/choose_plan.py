@@ -14,7 +14,8 @@ import math
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -23,6 +24,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
+from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -33,8 +36,20 @@ from hf_linattn.advice.candidates import EVERY, most_layers
 from hf_linattn.advice.trial import patched
 from hf_linattn.atomic_io import write_json
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.config import make_config
 from hf_linattn.evaluation.next_token import token_losses
-from hf_linattn.evaluation.recall import RECALL_TASKS, recall
+from hf_linattn.evaluation.perplexity import position_limit
+from hf_linattn.evaluation.recall import (
+    RECALL_TASKS,
+    RecallAnswer,
+    RecallPrompt,
+    answer_prompts,
+    make_prompts,
+    recall_rows,
+)
+from hf_linattn.plan_search.gates import Gates, gated
+from hf_linattn.plan_search.options import SearchOptions, Signal
+from hf_linattn.plan_search.slope import slope
 from hf_linattn.report import save_plan_picture
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
@@ -45,8 +60,10 @@ CHOICE = {"lengths": (1024,)}  # of `choose_plan`
 FEWEST, LONGER_WINDOW = 4, {**WINDOW, "window_size": 512}
 FEWEST_HEADS = f"{FEWEST} heads, windows of {LONGER_WINDOW['window_size']}"
 COMMAND = "benchmarks.studies.choose_plan"
+CAREFUL = {"num_prompts": 2, "rounds": KEEP, "lengths": (LENGTH,), "signal": "both"}  # and longer rows of text
+CAREFUL_HEADS = f"{KEEP} heads by recall and text, a round each"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
-BATCH = 1  # prompts read at once: on a CPU, padding costs more than a batch saves
+BATCH_TOKENS = 8192  # of prompts that are read at once: beyond, on a CPU, copies of the cache cost more than it saves
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
 MEMORY_LENGTH = 4096
 
@@ -101,10 +118,11 @@ class Study:
         """Count the right answers of a plan to prompts of one kind and length, again where fewer were asked before."""
 
         def measure() -> Any:
+            limit = position_limit(self.model)
+            given = {"count": samples, "seed": PROMPTS_SEED, "positions": limit}
+            prompts = make_prompts(task, self.tokenizer, length, **given)
             with patched(self.model, plan) as model:
-                return recall(
-                    model, self.tokenizer, [task], [length], num_samples=samples, seed=PROMPTS_SEED, batch_size=BATCH
-                )[0]
+                return recall_rows(answers_in_equal_rows(model, self.tokenizer, prompts))[0]
 
         cell, results = f"{name} | {task} | {length}", self.found.setdefault("recall", {})
         if cell in results and results[cell]["num_samples"] < samples:
@@ -127,6 +145,45 @@ class Study:
         self.keep("perplexity", cell, measure)
 
 
+def answers_in_equal_rows(
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[RecallPrompt]
+) -> list[RecallAnswer]:
+    """Return what a model answers to prompts, those of one length together: on a CPU, pads cost more than they save.
+    """
+    numbers: dict[int, list[int]] = defaultdict(list)  # of the prompts of each length
+    for number, prompt in enumerate(prompts):
+        numbers[len(prompt.prompt_ids)].append(number)
+    found: dict[int, RecallAnswer] = {}
+    for length, own in numbers.items():
+        size = max(1, BATCH_TOKENS // length)
+        answers = answer_prompts(model, tokenizer, [prompts[number] for number in own], batch_size=size)
+        found.update(zip(own, answers, strict=True))
+    return [found[number] for number in range(len(prompts))]
+
+
+class TextLoss(Signal):
+    """Minus the loss of the text's own tokens, the mean in nats: what perplexity sees of a head."""
+
+    name = "loss"
+
+    @property
+    def groups(self) -> list[str]:
+        """What each example is of; the groups count alike."""
+        return ["text"] * len(self.examples)
+
+    def value(self, gates: Gates, values: Tensor, example: Mapping[str, Any]) -> Tensor:
+        """Return the signal [] of a batch with these gates [U]: the higher, the better."""
+        logits = gates.run(values, example).logits[:, :-1]
+        return -F.cross_entropy(logits.flatten(0, 1).float(), example["input_ids"][:, 1:].flatten())
+
+
+def heads_by_loss(model: PreTrainedModel, text: list[dict[str, Tensor]]) -> list[int]:
+    """Return the numbers of the heads that `slope` keeps exact where the loss of text is its signal."""
+    with gated(model, make_config("streaming", WINDOW), "head") as gates, torch.no_grad():
+        (scores,) = slope(gates, TextLoss(text), SearchOptions(), KEEP)
+    return sorted(scores.topk(KEEP).indices.tolist())
+
+
 def all_heads(record: PlanRecord) -> list[list[int]]:
     """Return [layer, key/value head] of all heads."""
     return [[layer, head] for layer, count in enumerate(record.heads) for head in range(count)]
@@ -146,7 +203,9 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
     yield f"{KEEP} heads, prompts of {LENGTH:,}", study.choose(f"prompts of {LENGTH:,}", seed=0, lengths=(LENGTH,))
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
-    yield f"{KEEP} heads by text", study.choose("text", signal="divergence", batches=text)
+    yield f"{KEEP} heads by divergence on text", study.choose("text", signal="divergence", batches=text)
+    by_loss = study.keep("heads by loss", str(KEEP), lambda: heads_by_loss(study.model, text))
+    yield f"{KEEP} heads by loss of text", first.keeping([heads[number] for number in by_loss])
     for seed in SEEDS:
         yield f"{KEEP} heads at random, seed {seed}", first.keeping(random.Random(seed).sample(heads, KEEP))
     converted = most_layers(len(record.heads))
@@ -190,11 +249,15 @@ def main(
     """Choose, measure, and write the JSON, and the picture of the first plan beside it."""
     study = Study(model, books, getattr(torch, dtype), output)
     first = study.choose("seed 0", seed=0)
-    main_rows: list[tuple[str, Plan]] = [(f"{KEEP} heads, seed 0", first), (ORIGINAL, None), WINDOWS_ALONE]
-    for length in LENGTHS:
+    text = [{"input_ids": row} for row in study.rows("validation", LENGTH, TEXT_ROWS)]
+    careful = study.choose(CAREFUL_HEADS, seed=0, batches=text, **CAREFUL)
+    compared: list[tuple[str, Plan]] = [(CAREFUL_HEADS, careful), (ORIGINAL, None)]
+    main_rows = [(f"{KEEP} heads, seed 0", first), *compared, WINDOWS_ALONE]
+    for length, task in product(LENGTHS, TASKS):
         for name, plan in main_rows:
-            for task in TASKS:
-                study.recall(name, plan, task, length, samples)
+            study.recall(name, plan, task, length, samples)
+    for task, (name, plan) in product(TASKS, compared):
+        study.recall(name, plan, task, LONG_LENGTH, samples)
     for name, plan in main_rows:
         study.perplexity(name, plan, LENGTH, rows)
     others = dict(other_plans(study, first))

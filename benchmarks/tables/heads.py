@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 from benchmarks.result_files import ORIGINAL, Document
 from benchmarks.tables.markdown import count, number, table, weights_said
 
@@ -111,6 +114,34 @@ def _suite_and_text(
                 columns.setdefault(f"mean of {len(tasks)} tasks, {count(int(length))} tokens", {})[name] = number(mean)
                 what = "The perplexity of test books over the original's, and the mean over the recall suite."
     return [what, table(["plan", *columns], [[name, *(c.get(name, "") for c in columns.values())] for name in found])]
+
+
+def plan_grid_parts(document: Document) -> list[str]:
+    """Return what plans of more or fewer heads and longer or shorter windows recall, hold, and lose by position."""
+    recall, sizes, texts = document["recall"], document["state_bytes"], document["positions"]
+    cells = {tuple(key.split(" | ")): row for key, row in recall.items()}
+    names = [name for name in texts if all(any(key[:2] == (name, task) for key in cells) for task in NEEDLES)]
+    (length,) = {int(key[2]) for key in cells}
+    whole, edges = texts[ORIGINAL], texts[ORIGINAL]["edges"]
+    rows = [
+        [
+            name, f"{sizes[name]['patched'] / 1e6:.1f} MB",
+            *(_share(cells[name, task, str(length)]) for task in NEEDLES),
+            f"{math.exp(texts[name]['loss'] - whole['loss']):.3f}",
+            *(f"{loss - own:+.3f}" for loss, own in zip(texts[name]["losses"], whole["losses"], strict=True)),
+        ]
+        for name in names
+    ]  # fmt: skip
+    samples = " or ".join(map(str, sorted({row["num_samples"] for row in cells.values()})))
+    what = (
+        f"{document['model']}, nothing trained: the decoding state after {count(edges[-1])} tokens; the share of"
+        f" answers that are written at {count(length)} tokens, with its 95 % interval, {samples} prompts in each cell,"
+        f" of another seed than the plans were chosen by; on {whole['rows']} rows of {count(edges[-1])} tokens of test"
+        " books the perplexity over the original's, and the loss above the original's, in nats, by position."
+        f"{_weights(document)}"
+    )
+    positions = [f"{count(first)} to {count(last)}" for first, last in pairwise(edges)]
+    return [what, table(["plan", "state", *NEEDLES, "perplexity", *positions], rows)]
 
 
 def hard_key_plans_parts(document: Document) -> list[str]:

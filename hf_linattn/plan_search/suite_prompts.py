@@ -17,6 +17,7 @@ from .options import SearchOptions
 from .recall_signal import is_known
 
 SHORTEST, LONGEST = 256, 2048  # tokens of a prompt by default
+TIMES = (1, 2, 4)  # as many prompts as are asked for, of which those count whose needles lie farthest back
 
 
 def prompts_for(gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions) -> list[Any]:
@@ -55,14 +56,36 @@ def prompts_for(gates: Gates, tokenizer: PreTrainedTokenizerBase | None, options
 def _suite(
     tokenizer: PreTrainedTokenizerBase | None, options: SearchOptions, limit: int | None, window: int
 ) -> list[Any]:
-    from ..evaluation.recall import RECALL_TASKS, make_prompts
+    from ..evaluation.recall import RECALL_TASKS
 
     if tokenizer is None:
         raise DataError("tokenizer must be the model's, got None; the recall prompts are text")
     lengths = options.lengths or _lengths(limit, window)[:1]
-    how = {"count": options.num_prompts, "seed": options.seed, "haystack": options.haystack, "chat": options.chat}
     tasks = list(RECALL_TASKS) if options.tasks is None else options.tasks
-    return [p for length in lengths for task in tasks for p in make_prompts(task, tokenizer, length, **how)]
+    return [p for length in lengths for task in tasks for p in _far_prompts(task, tokenizer, length, options, window)]
+
+
+def _far_prompts(
+    task: str, tokenizer: PreTrainedTokenizerBase, length: int, options: SearchOptions, window: int
+) -> list[Any]:
+    """Return prompts whose needles lie further back than the window, or as far as any: a window finds all others.
+
+    Depths are evenly spread, so more prompts are written where too few needles lie early enough.
+    """
+    from ..evaluation.recall import make_prompts
+
+    how: dict[str, Any] = {"seed": options.seed, "haystack": options.haystack, "chat": options.chat}
+    tried: list[list[Any]] = []
+    for times in TIMES:
+        written = make_prompts(task, tokenizer, length, count=times * options.num_prompts, **how)
+        tried.append(written[: len(written) // times])  # the first; multiple choice has several for one question
+        if _least_distance(tried[-1]) > window:
+            return tried[-1]
+    return max(tried, key=_least_distance)
+
+
+def _least_distance(prompts: list[Any]) -> int:
+    return min(prompt.distance for prompt in prompts)
 
 
 def with_lengths(

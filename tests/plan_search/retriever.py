@@ -53,7 +53,7 @@ def make_prompt(seed: int, length: int = 24, task: str = "find") -> Any:
     ids = torch.randint(NOISE.start, NOISE.stop, (length,), generator=generator).tolist()
     place, answer = (int(torch.randint(1, n, (), generator=generator)) for n in (length // 2, 5))
     ids[place], ids[-1] = answer, QUERY
-    return SimpleNamespace(task=task, length=length, prompt_ids=ids, answer_ids=[answer])
+    return SimpleNamespace(task=task, length=length, distance=length - place, prompt_ids=ids, answer_ids=[answer])
 
 
 def make_prompts() -> list[Any]:

@@ -6,8 +6,12 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoTokenizer
 
 from hf_linattn import DataError, OptionError, choose_plan
+from hf_linattn.evaluation.recall import make_prompts as suite_prompts
+from hf_linattn.plan_search.options import SearchOptions
+from hf_linattn.plan_search.suite_prompts import _suite
 from tests.helpers import make_tokenizer, make_tokens
 from tests.plan_search.retriever import WINDOW, choose, make_prompt, make_prompts, make_retriever
 
@@ -74,10 +78,41 @@ def test_lengths_of_prompts_pass_the_window_as_far_as_there_are_positions(monkey
 
     def prompts(task, tokenizer, length, **how):
         asked.append(length)
-        return [make_prompt(0, 4)]
+        return [SimpleNamespace(**{**vars(make_prompt(0, 4)), "distance": length + 1})]
 
     monkeypatch.setattr(import_module("hf_linattn.evaluation.recall"), "make_prompts", prompts)
     options = {"tasks": ["single_noise"], "replace": {"streaming": {"window_size": window}}}
     with pytest.raises(DataError, match=r"lengths: the longest prompt has 4 tokens, .* longer lengths, or a smaller"):
         choose_plan(model, SimpleNamespace(), 1, **options)
     assert asked == lengths
+
+
+@pytest.mark.parametrize(
+    ("window", "count", "number"), [(64, 1, 1), (200, 1, 2), (277, 1, 4), (64, 2, 2), (150, 3, 6)]
+)
+def test_needles_lie_further_back_than_the_window(window, count, number):
+    """A window of half a prompt finds a needle in its middle, and slopes of such a prompt are noise."""
+    tokenizer = AutoTokenizer.from_pretrained("recipes/pretrained/llama")
+    tasks, length = ["single_noise", "multiple_choice"], 400
+    options = SearchOptions(tasks=tasks, lengths=[length], num_prompts=count, seed=5)
+    found = _suite(tokenizer, options, None, window)
+    assert all(prompt.distance > window for prompt in found)
+    asked = [suite_prompts(task, tokenizer, length, count=number, seed=5) for task in tasks]
+    assert found == asked[0][:count] + asked[1][: 4 * count], "none others than are needed"
+
+
+def test_where_no_needle_is_far_enough_the_farthest_count():
+    tokenizer = AutoTokenizer.from_pretrained("recipes/pretrained/llama")
+    options = SearchOptions(tasks=["single_noise"], lengths=[400], num_prompts=1, seed=5)
+    assert [prompt.depth for prompt in _suite(tokenizer, options, None, 399)] == [0.125]
+    spread = SearchOptions(tasks=["multi_value"], lengths=[400], num_prompts=1, seed=5)
+    (found,) = _suite(tokenizer, spread, None, 399)
+    asked = [suite_prompts("multi_value", tokenizer, 400, count=number, seed=5)[0] for number in (1, 2, 4)]
+    assert found.distance == max(prompt.distance for prompt in asked), "of several needles the last"
+
+
+def test_slopes_of_prompts_that_a_window_answers_are_named(caplog):
+    """As of windows so long that nothing is lost."""
+    answered = [prompt for prompt in map(make_prompt, range(40)) if prompt.distance < 20][:4]
+    choose(make_retriever(), 1, replace={"streaming": {"window_size": 22}}, prompts=answered)
+    assert "with all heads replaced, 4 of 4 prompts are answered, and their slopes say little" in caplog.text

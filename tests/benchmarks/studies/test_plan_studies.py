@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
-from benchmarks.studies import choose_plan, hard_key_plans, hard_keys
-from benchmarks.tables.heads import NEEDLES, UNTRAINED, recovered_plans_parts
+from benchmarks.studies import choose_plan, hard_key_plans, hard_keys, plan_grid
+from benchmarks.tables.heads import NEEDLES, UNTRAINED, plan_grid_parts, recovered_plans_parts
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.config import make_config
+from hf_linattn.evaluation.recall import answer_prompts, make_prompts
 from tests.helpers import make_tokens
 from tests.models import make_model
 
 pytestmark = pytest.mark.tools
+LLAMA = "recipes/pretrained/llama"
 
 
 def test_both_precisions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +59,28 @@ def test_windows_of_equal_bytes_hold_as_many_keys_as_exact_heads_and_windows_do(
 @pytest.mark.parametrize(("samples", "asked"), [(19, False), (20, False), (21, True)])
 def test_prompts_are_asked_again_only_where_they_were_fewer(samples, asked, tmp_path, monkeypatch):
     study, before = object.__new__(choose_plan.Study), {"num_samples": 20}
-    study.model = study.tokenizer = None
+    study.model, study.tokenizer = make_model("llama"), None
     study.output, study.found = tmp_path / "results.json", {"recall": {"original | copying | 64": before}}
-    monkeypatch.setattr(choose_plan, "recall", lambda *given, num_samples, **options: [{"num_samples": num_samples}])
+    monkeypatch.setattr(choose_plan, "make_prompts", lambda *given, count, **options: [None] * count)
+    monkeypatch.setattr(choose_plan, "answers_in_equal_rows", lambda model, tokenizer, prompts: prompts)
+    monkeypatch.setattr(choose_plan, "recall_rows", lambda answers: [{"num_samples": len(answers)}])
     monkeypatch.setattr(choose_plan, "patched", lambda model, plan: nullcontext(model))
     study.recall("original", None, "copying", 64, samples)
     assert study.found["recall"] == {"original | copying | 64": {"num_samples": samples} if asked else before}
     assert study.output.is_file() == asked
+
+
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_prompts_of_one_length_are_answered_as_one_by_one(tokens, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
+    model = AutoModelForCausalLM.from_pretrained(LLAMA).eval()
+    prompts = make_prompts("single_uuid", tokenizer, 200, count=9, seed=3)
+    assert 1 < len({len(prompt.prompt_ids) for prompt in prompts}) < len(prompts), "some are of one length"
+    monkeypatch.setattr(choose_plan, "BATCH_TOKENS", tokens)
+    found = choose_plan.answers_in_equal_rows(model, tokenizer, prompts)
+    for one, expected in zip(found, answer_prompts(model, tokenizer, prompts, batch_size=1), strict=True):
+        assert one.pop("log_likelihood") == pytest.approx(expected.pop("log_likelihood"), abs=1e-3)
+        assert one == expected
 
 
 class Asked:
@@ -80,7 +102,8 @@ class Asked:
         return []
 
     def keep(self, group, name, measure):
-        """Needs a model."""
+        """Needs a model, as the heads by loss of text do."""
+        return [0] * choose_plan.KEEP
 
 
 def test_a_text_is_read_again_where_it_had_other_rows(tmp_path):
@@ -163,3 +186,64 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
     assert [line.split(" | ")[3][:4] for line in recall.splitlines()[2:]] == ["0.25", "0.50", "0.62", "0.38"]
     assert [line.split(" | ")[2].rstrip(" |") for line in means.splitlines()[2:]] == ["0.25", "", "0.625", "0.375"]
+
+
+def test_heads_by_loss_are_those_whose_gates_lower_it_most(monkeypatch):
+    """One gate after the other, by finite differences of the loss that transformers computes itself."""
+    model, rows = make_model("llama").eval(), [make_tokens(2, 13, seed=i) for i in range(2)]
+    model.double()
+    monkeypatch.setattr(choose_plan, "WINDOW", {"window_size": 3, "num_sink_tokens": 1})
+    monkeypatch.setattr(choose_plan, "KEEP", 1)
+    with choose_plan.gated(model, make_config("streaming", choose_plan.WINDOW), "head") as gates:
+        lower = []
+        for number in range(len(gates)):
+            row = []
+            for ids in rows:
+                at = torch.zeros(len(gates), dtype=torch.float64)
+                losses = []
+                for value in (1e-4, -1e-4):
+                    at[number] = value
+                    losses.append(float(gates.run(at, {"input_ids": ids, "labels": ids}).loss))
+                row.append((losses[1] - losses[0]) / 2e-4)
+            lower.append(row)
+    slopes = torch.tensor(lower, dtype=torch.float64)  # [U, E]
+    best = int((slopes / slopes.norm(dim=0)).mean(1).argmax())
+    assert choose_plan.heads_by_loss(model, [{"input_ids": ids} for ids in rows]) == [best]
+
+
+def test_losses_by_position_are_means_over_their_buckets(monkeypatch):
+    study = object.__new__(choose_plan.Study)
+    study.model = make_model("llama").eval()
+    study.rows = lambda split, length, count: [make_tokens(1, length, seed=i) for i in range(count)]
+    monkeypatch.setattr(plan_grid, "BUCKET", 4)
+    found = plan_grid.losses_by_position(study, None, 13, 3)
+    assert found["edges"] == [0, 4, 8, 13] and found["rows"] == 3
+    ids = torch.cat(study.rows("test", 13, 3))
+    with torch.no_grad():
+        logits = study.model(ids).logits[:, :-1]
+    loss = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(0)
+    expected = [float(loss[part].mean()) for part in (slice(0, 4), slice(4, 8), slice(8, 12))]
+    assert found["losses"] == pytest.approx(expected, rel=1e-5)
+    assert found["loss"] == pytest.approx(float(loss.mean()), rel=1e-5)
+
+
+def test_the_grid_has_the_plans_that_were_measured_whole():
+    row = {"found": 0.5, "found_interval": [0.25, 0.75], "num_samples": 4}
+    losses = {"original": [2.0, 1.0], "2 heads": [2.5, 1.25], "not yet": [3.0, 3.0]}
+    cells = [(name, task) for name in losses for task in NEEDLES if (name, task) != ("not yet", NEEDLES[-1])]
+    document = {
+        "model": "a model", "provenance": {"dtype": "float32"},
+        "state_bytes": {name: {"patched": 2_000_000} for name in losses},
+        "positions": {
+            name: {"rows": 3, "edges": [0, 4, 8], "losses": found, "loss": sum(found) / 2}
+            for name, found in losses.items()
+        },
+        "recall": {f"{name} | {task} | 64": row for name, task in cells},
+    }  # fmt: skip
+    what, found = plan_grid_parts(document)
+    assert "at 64 tokens" in what and "4 prompts in each cell" in what and "on 3 rows of 8 tokens" in what
+    head, _, *lines = [line.strip("| ").split(" | ") for line in found.splitlines()]
+    assert head[-2:] == ["0 to 4", "4 to 8"]
+    assert [line[0] for line in lines] == ["original", "2 heads"]
+    shares = ["2.0 MB", "0.50 (0.25 to 0.75)"]
+    assert lines[1][1:3] + lines[1][5:] == [*shares, f"{math.exp(0.375):.3f}", "+0.500", "+0.250"]
