@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_linattn import DataError, OptionError, choose_plan
+from hf_linattn.evaluation.recall import RECALL_TASKS
 from hf_linattn.evaluation.recall import make_prompts as suite_prompts
 from hf_linattn.plan_search.options import SearchOptions
 from hf_linattn.plan_search.suite_prompts import _suite
@@ -116,3 +117,13 @@ def test_slopes_of_prompts_that_a_window_answers_are_named(caplog):
     answered = [prompt for prompt in map(make_prompt, range(40)) if prompt.distance < 20][:4]
     choose(make_retriever(), 1, replace={"streaming": {"window_size": 22}}, prompts=answered)
     assert "with all heads replaced, 4 of 4 prompts are answered, and their slopes say little" in caplog.text
+
+
+def test_kinds_of_prompts_that_are_longer_are_left_out_unless_they_are_named():
+    """Shorter prompts are tried where a model answers no longer ones, and lists of words need 905 tokens here."""
+    tokenizer = AutoTokenizer.from_pretrained("recipes/pretrained/llama")
+    found = {prompt.task for prompt in _suite(tokenizer, SearchOptions(lengths=[512]), None, 64)}
+    assert found == set(RECALL_TASKS) - {"common_words"}
+    for options in ({"lengths": [512], "tasks": ["single_noise", "common_words"]}, {"lengths": [20]}):
+        with pytest.raises(OptionError, match=r"length must be at least .* for the task '.*' with this tokenizer"):
+            _suite(tokenizer, SearchOptions(**options), None, 10)
