@@ -119,8 +119,9 @@ class Study:
 
         def measure() -> Any:
             limit = position_limit(self.model)
-            given = {"count": samples, "seed": PROMPTS_SEED, "positions": limit}
-            prompts = make_prompts(task, self.tokenizer, length, **given)
+            prompts = make_prompts(
+                task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED, positions=limit
+            )
             with patched(self.model, plan) as model:
                 return recall_rows(answers_in_equal_rows(model, self.tokenizer, prompts))[0]
 

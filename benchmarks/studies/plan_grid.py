@@ -11,6 +11,7 @@ as they come: a run that was stopped goes on.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,8 +93,8 @@ def main(
     output = folder / f"{Path(model).name}.json"
     study = Study(model, books, getattr(torch, dtype), output, COMMAND)
     for name, plan in plans(study, length):
-        study.keep("state_bytes", name, lambda plan=plan: state_bytes(study, plan, text_length))
-        study.keep("positions", name, lambda plan=plan: losses_by_position(study, plan, text_length, rows))
+        study.keep("state_bytes", name, partial(state_bytes, study, plan, text_length))
+        study.keep("positions", name, partial(losses_by_position, study, plan, text_length, rows))
         for task in TASKS:
             study.recall(name, plan, task, length, samples)
     typer.echo(f"wrote {output}")
