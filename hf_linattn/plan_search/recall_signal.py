@@ -72,9 +72,8 @@ class RecallSignal(Signal):
                     (self._first_slopes[id(prompt)],) = torch.autograd.grad(value, shut)
         if len(lost) < least:
             logger.warning(
-                "choose_plan: with all heads replaced, %d of %d prompts are answered, and their slopes say little;"
-                " give longer prompts (lengths), or more of them (num_prompts)",
-                len(self.examples) - len(lost), len(self.examples),
+                "choose_plan: with all heads replaced %d of %d prompts are lost, and slopes of others say little; give"
+                " longer prompts (lengths), or more of them (num_prompts)", len(lost), len(self.examples),
             )  # fmt: skip
         self.examples = lost if len(lost) >= least else self.examples
 

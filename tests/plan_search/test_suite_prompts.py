@@ -116,7 +116,7 @@ def test_slopes_of_prompts_that_a_window_answers_are_named(caplog):
     """As of windows so long that nothing is lost."""
     answered = [prompt for prompt in map(make_prompt, range(40)) if prompt.distance < 20][:4]
     choose(make_retriever(), 1, replace={"streaming": {"window_size": 22}}, prompts=answered)
-    assert "with all heads replaced, 4 of 4 prompts are answered, and their slopes say little" in caplog.text
+    assert "with all heads replaced 0 of 4 prompts are lost, and slopes of others say little" in caplog.text
 
 
 def test_kinds_of_prompts_that_are_longer_are_left_out_unless_they_are_named():
