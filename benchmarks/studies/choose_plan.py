@@ -47,8 +47,9 @@ from hf_linattn.evaluation.recall import (
     make_prompts,
     recall_rows,
 )
+from hf_linattn.plan_search.divergence_signal import DivergenceSignal
 from hf_linattn.plan_search.gates import Gates, gated
-from hf_linattn.plan_search.options import SearchOptions, Signal
+from hf_linattn.plan_search.options import SearchOptions
 from hf_linattn.plan_search.slope import slope
 from hf_linattn.report import save_plan_picture
 
@@ -119,9 +120,7 @@ class Study:
 
         def measure() -> Any:
             limit = position_limit(self.model)
-            prompts = make_prompts(
-                task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED, positions=limit
-            )
+            prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED, positions=limit)
             with patched(self.model, plan) as model:
                 return recall_rows(answers_in_equal_rows(model, self.tokenizer, prompts))[0]
 
@@ -162,15 +161,10 @@ def answers_in_equal_rows(
     return [found[number] for number in range(len(prompts))]
 
 
-class TextLoss(Signal):
+class TextLoss(DivergenceSignal):
     """Minus the loss of the text's own tokens, the mean in nats: what perplexity sees of a head."""
 
     name = "loss"
-
-    @property
-    def groups(self) -> list[str]:
-        """What each example is of; the groups count alike."""
-        return ["text"] * len(self.examples)
 
     def value(self, gates: Gates, values: Tensor, example: Mapping[str, Any]) -> Tensor:
         """Return the signal [] of a batch with these gates [U]: the higher, the better."""

@@ -19,7 +19,7 @@ import torch
 import typer
 
 from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
-from benchmarks.studies.choose_plan import LENGTH, TASKS, Study, steepest
+from benchmarks.studies.choose_plan import LENGTH, TASKS, Plan, Study, steepest
 from hf_linattn import PatchConfig
 from hf_linattn.advice.trial import patched
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
@@ -50,12 +50,12 @@ def equal_window(size: dict[str, int], record: PlanRecord, kept: int) -> dict[st
     return {"window_size": tokens - NUM_SINK_TOKENS + 1, "num_sink_tokens": NUM_SINK_TOKENS}
 
 
-def state_bytes(study: Study, name: str, plan: ChosenPlan | PatchConfig) -> dict[str, int]:
+def state_bytes(study: Study, name: str, plan: Plan | PatchConfig, length: int = STATE_LENGTH) -> dict[str, int]:
     """Return the bytes of the states of a plan and of softmax, counted unless that was done before."""
 
     def measure() -> dict[str, int]:
         with patched(study.model, plan) as model:
-            return vars(state_bytes_by_length(model, [STATE_LENGTH])[0])
+            return vars(state_bytes_by_length(model, [length])[0])
 
     return study.keep("state_bytes", name, measure)
 

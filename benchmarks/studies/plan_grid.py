@@ -21,10 +21,11 @@ import typer
 
 from benchmarks.result_files import ORIGINAL, PLAN_GRID, RESULTS
 from benchmarks.studies.choose_plan import TASKS, Plan, Study
+from benchmarks.studies.hard_key_plans import state_bytes
 from hf_linattn.advice.candidates import SHARES, most_layers, with_share_kept
 from hf_linattn.advice.trial import patched
-from hf_linattn.evaluation.memory import state_bytes_by_length
 from hf_linattn.evaluation.next_token import token_losses
+from hf_linattn.evaluation.positions import doubling_edges
 
 COMMAND = "benchmarks.studies.plan_grid"
 WINDOWS, NUM_SINK_TOKENS = (64, 128, 256, 512), 4
@@ -53,29 +54,13 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def bucket_edges(length: int) -> list[int]:
-    """Return where buckets of the positions of a text begin, and where the last of them ends.
-
-    >>> bucket_edges(8192)
-    [0, 1024, 2048, 4096, 8192]
-    """
-    doubled = (BUCKET << i for i in range(length.bit_length()))
-    return [0, *(edge for edge in doubled if edge < length), length]
-
-
 def losses_by_position(study: Study, plan: Plan, length: int, count: int) -> dict[str, Any]:
     """Return the loss on rows of the test books, in nats: of all tokens, and by buckets of positions."""
     with patched(study.model, plan) as model:
         rows = torch.cat([token_losses(model, row).losses for row in study.rows("test", length, count)])
-    edges = bucket_edges(length)
+    edges = doubling_edges(length, BUCKET)
     losses = [float(rows[:, first:last].mean()) for first, last in pairwise(edges)]  # of the next token: one less
     return {"rows": len(rows), "edges": edges, "losses": losses, "loss": float(rows.mean())}
-
-
-def state_bytes(study: Study, plan: Plan, length: int) -> dict[str, int]:
-    """Return the bytes of a plan's decoding state after `length` tokens, and of softmax's."""
-    with patched(study.model, plan or "softmax") as model:
-        return vars(state_bytes_by_length(model, [length])[0])
 
 
 def main(
@@ -93,7 +78,7 @@ def main(
     output = folder / f"{Path(model).name}.json"
     study = Study(model, books, getattr(torch, dtype), output, COMMAND)
     for name, plan in plans(study, length):
-        study.keep("state_bytes", name, partial(state_bytes, study, plan, text_length))
+        state_bytes(study, name, plan or "softmax", text_length)
         study.keep("positions", name, partial(losses_by_position, study, plan, text_length, rows))
         for task in TASKS:
             study.recall(name, plan, task, length, samples)
