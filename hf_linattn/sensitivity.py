@@ -103,11 +103,16 @@ def choose_layers(sensitivity: Mapping[str, float], share: float) -> list[int]:
 def _predict(model: nn.Module, inputs: Mapping[str, Any], interceptors: Mapping[str, Interceptor]) -> Tensor:
     """Return the log probabilities [B, N, V] when all layers without an interceptor answer with softmax."""
     with intercept_attention(get_mechanisms(model), interceptors):
-        return log_probabilities(model(**inputs))
+        return log_probabilities(logits_of(model(**inputs)))
 
 
-def log_probabilities(output: Any) -> Tensor:
-    """Return what a model predicts of each token, log probabilities [B, N, V], in float32 or wider.
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Return log probabilities of logits [..., V], in float32 or wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return what a model predicts of each token, logits [B, N, V].
 
     Raises:
         UnsupportedModelError: the output has no logits, or those of texts.
@@ -116,7 +121,7 @@ def log_probabilities(output: Any) -> Tensor:
     if logits is None or logits.ndim != 3:
         has = "no logits" if logits is None else f"logits {list(logits.shape)}, which are not of tokens"
         raise predicts_no_tokens(type(output).__name__, has)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logits
 
 
 def real_tokens(inputs: Mapping[str, Any], predicted: Tensor) -> Tensor:

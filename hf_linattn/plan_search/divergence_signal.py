@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..chunked_sums import chunk_rows, sum_by_chunks
 from ..inference import without_labels
 from ..masks import sequence_ids
-from ..sensitivity import log_probabilities, real_tokens
+from ..sensitivity import log_probabilities, logits_of, real_tokens
 from .gates import Gates
 from .options import Signal
 
@@ -57,13 +58,19 @@ class DivergenceSignal(Signal):
     def value(self, gates: Gates, values: Tensor, example: Mapping[str, Any]) -> Tensor:
         """Return the signal [] of a batch with these gates [U]: the higher, the better."""
         inputs = without_labels(example)
-        original = self._predictions_of_original(gates, inputs, example)
-        found = log_probabilities(gates.run(values, inputs))
-        divergence = (original.exp() * (original - found)).sum(-1)
-        real = real_tokens(inputs, found)
-        return -(divergence * real).sum() / real.sum()
+        original = self._logits_of_original(gates, inputs, example)
+        found = logits_of(gates.run(values, inputs))
+        real = real_tokens(inputs, found).float()
+        rows = [x.flatten(0, 1) for x in (found, original, real)]
+        return -sum_by_chunks(_divergence, chunk_rows(found.shape[-1]), *rows) / real.sum()
 
-    def _predictions_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
+    def _logits_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
         if self._original is None or self._original[0] is not example:
-            self._original = example, log_probabilities(gates.run_original(inputs))
+            self._original = example, logits_of(gates.run_original(inputs))
         return self._original[1]
+
+
+def _divergence(found: Tensor, original: Tensor, real: Tensor) -> Tensor:
+    """Return KL(original || found), summed over the real tokens, of logits [T, V]."""
+    wanted, got = log_probabilities(original), log_probabilities(found)
+    return ((wanted.exp() * (wanted - got)).sum(-1) * real).sum()

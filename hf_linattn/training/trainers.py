@@ -19,20 +19,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_linattn import architecture
 from hf_linattn.architecture import root_model
+from hf_linattn.chunked_sums import chunk_rows, sum_by_chunks
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.inference import without_labels
 from hf_linattn.reading import one_line
 from hf_linattn.training.classification import Regression, SequenceClassification, weighted_loss
 from hf_linattn.training.data import IGNORED_LABEL, TrainingData
-from hf_linattn.training.losses.chunks import (
-    cast_once,
-    chunk_rows,
-    cross_entropy_by_chunks,
-    replaced_head,
-    same,
-    separate_head,
-    sum_by_chunks,
-)
+from hf_linattn.training.losses.chunks import cast_once, cross_entropy_by_chunks, replaced_head, same, separate_head
 from hf_linattn.training.losses.distillation import Teacher, check_teacher, distillation_loss, hidden_error
 from hf_linattn.training.losses.kept_logits import likeliest
 from hf_linattn.training.losses.loss_module import LossModule

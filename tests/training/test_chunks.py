@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from hf_linattn import patch_model
+from hf_linattn import chunked_sums, patch_model
+from hf_linattn.chunked_sums import sum_by_chunks
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.finetuning import validation_loss
-from hf_linattn.training.losses import chunks
-from hf_linattn.training.losses.chunks import cast_once, replaced_head, separate_head, sum_by_chunks
+from hf_linattn.training.losses.chunks import cast_once, replaced_head, separate_head
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -63,7 +63,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_all_logits_at_once(tmp_path, m
     taught = Teacher(teacher, kl_weight=0.7, ce_weight=0.3, temperature=2.0)
     trainer = RecoveryTrainer(model, training, data, taught)
     assert trainer._head is not None
-    monkeypatch.setattr(chunks, "ELEMENTS", 7 * model.config.vocab_size)
+    monkeypatch.setattr(chunked_sums, "ELEMENTS", 7 * model.config.vocab_size)
     model.train()
     batch = data.evaluation_collator([data.validation[i] for i in range(3)])
     trainer.state.max_steps = 10
@@ -104,7 +104,7 @@ def test_no_tensor_of_a_step_or_a_validation_is_as_large_as_its_logits(tmp_path,
     }.get(what, lambda: trainer.compute_loss(model, dict(batch)).backward())
     logits, sizes, losses = batch["labels"].numel() * 20_000, {}, []
     for elements in (logits // 20, 2 * logits):
-        monkeypatch.setattr(chunks, "ELEMENTS", elements)
+        monkeypatch.setattr(chunked_sums, "ELEMENTS", elements)
         with Largest() as made:
             losses.append(run())
         sizes[elements] = made.size

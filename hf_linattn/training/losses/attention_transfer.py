@@ -20,13 +20,13 @@ from hf_linattn import get_mechanisms
 from hf_linattn.architecture import output_projection, root_model
 from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters, squared_errors
+from hf_linattn.chunked_sums import Prepared
 from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.inference import accepted
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.forward import gather_parts
 from hf_linattn.mechanisms.softmax import SoftmaxMechanism
-from hf_linattn.ops.common.derivatives import first_order
 from hf_linattn.ops.common.exact_softmax import in_window
 from hf_linattn.ops.reference import repeat_heads
 from hf_linattn.training.losses.loss_module import LossModule
@@ -187,20 +187,6 @@ def make_mean(gradients: dict[nn.Parameter, Tensor], parts: int, runs: int) -> N
     if runs != parts:
         for gradient in gradients.values():
             gradient.mul_(parts / runs)
-
-
-class Prepared(torch.autograd.Function):
-    """A loss whose gradient is known already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    @first_order("a loss whose gradient was made beforehand has none; leave create_graph=True out")
-    def backward(ctx: Any, *outer: Tensor) -> Any:
-        return None, None, *(outer[0] * gradient for gradient in ctx.gradients)
 
 
 def _projected(heads: Tensor, projection: nn.Module | None) -> Tensor:

@@ -17,12 +17,12 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import root_model
 from hf_linattn.attention_call import intercept_attention
+from hf_linattn.chunked_sums import chunk_rows, sum_by_chunks
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.inference import evaluation_mode, without_labels
 from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import IGNORED_LABEL
-from hf_linattn.training.losses.chunks import chunk_rows, sum_by_chunks
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.task import Task, task_of
