@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_linattn import choose_plan, get_mechanisms, patch_model
+from hf_linattn import choose_plan, chunked_sums, get_mechanisms, patch_model
 from hf_linattn.config import make_config
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.divergence_signal import DivergenceSignal
@@ -23,6 +23,7 @@ from tests.plan_search.retriever import FOUND, WINDOW, make_prompts, make_retrie
 
 SHORT = make_config("streaming", {"window_size": 3, "num_sink_tokens": 1, "block_size": 4})
 OPTIONS = SearchOptions()
+VOCABULARY = make_model("llama").config.vocab_size
 
 
 def make_wide(name: str) -> PreTrainedModel:
@@ -81,7 +82,8 @@ def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count(name):
+def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count(name, monkeypatch):
+    monkeypatch.setattr(chunked_sums, "ELEMENTS", 5 * VOCABULARY)
     model, signal = make_wide(name), DivergenceSignal([text(14, 9), text(11)])
     with gated(model, SHORT, "head") as gates:
         shut = torch.zeros_like(gates.values)
@@ -91,6 +93,19 @@ def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count
         filled = {**signal.examples[0], "input_ids": signal.examples[0]["input_ids"].clone()}
         filled["input_ids"][1, 9:] = 7
         assert_close(slopes_at(gates, DivergenceSignal([filled]), shut, OPTIONS)[0], found[0], 1e-9)
+
+
+@pytest.mark.parametrize("elements", [5 * VOCABULARY, 10**9])
+def test_divergence_is_the_mean_over_real_tokens(elements, monkeypatch):
+    monkeypatch.setattr(chunked_sums, "ELEMENTS", elements)
+    model, batch = make_wide("llama"), text(14, 9)
+    with gated(model, SHORT, "head") as gates, torch.no_grad():
+        at = torch.linspace(0, 1, len(gates), dtype=torch.float64)
+        got, want = (x.logits.log_softmax(-1) for x in (gates.run(at, batch), gates.run_original(batch)))
+        divergence = (want.exp() * (want - got)).sum(-1)
+        mean = (divergence[0].sum() + divergence[1, :9].sum()) / 23
+        assert mean > 1e-4 and got.shape[-1] == VOCABULARY
+        assert_close(DivergenceSignal([batch]).value(gates, at, batch), -mean, 1e-12)
 
 
 def test_gradients_between_open_and_shut_are_the_differences_of_gates():
