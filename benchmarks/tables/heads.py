@@ -82,7 +82,7 @@ def heads_recall_parts(document: Document) -> list[str]:
         for name, lengths in found.items()
         for length, rows in sorted(lengths.items(), key=lambda item: int(item[0]))
     ]
-    samples = {row["num_samples"] for lengths in found.values() for rows in lengths.values() for row in rows.values()}
+    samples = {row["num_samples"] for key, row in document["recall"].items() if key.split(" | ")[1] in NEEDLES}
     what = (
         f"{document['model']}, nothing trained: the share of answers that are written, with its 95 % interval,"
         f" {' or '.join(map(str, sorted(samples)))} prompts in each cell, of another seed than the plans were chosen"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
 from benchmarks.studies import choose_plan, hard_key_plans, hard_keys, plan_grid
-from benchmarks.tables.heads import NEEDLES, UNTRAINED, plan_grid_parts, recovered_plans_parts
+from benchmarks.tables.heads import NEEDLES, UNTRAINED, heads_recall_parts, plan_grid_parts, recovered_plans_parts
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.config import make_config
 from hf_linattn.evaluation.recall import answer_prompts, make_prompts
@@ -127,6 +127,22 @@ def test_windows_of_equal_bytes_are_those_of_the_length_that_is_measured(tmp_pat
     for length in (choose_plan.LENGTH, choose_plan.LONG_LENGTH):
         expected = choose_plan.equal_windows(asked.choose("").record, length)
         assert asked.plans[choose_plan.EQUAL_BYTES, length] == expected, length
+
+
+def test_one_head_is_exchanged_where_the_plan_has_it():
+    places = {"heads": [3] * 18, "scores": [[0.1] * 3] * 18, "replace": WINDOWED}
+    with_it, without = (ChosenPlan.of(replace(RECORD, kept=kept, **places)) for kept in ([[2, 0], [15, 2]], [[2, 0]]))
+    ((name, plan),) = choose_plan.exchanged(with_it)
+    assert plan.record.kept == [[2, 0], [17, 0]] and name == choose_plan.EXCHANGED_HEADS
+    assert list(choose_plan.exchanged(without)) == []
+
+
+def test_prompts_are_counted_of_the_kinds_that_are_shown():
+    row = {"found": 0.5, "found_interval": [0.25, 0.75], "num_samples": 100}
+    recall = {f"original | {task} | 64": row for task in NEEDLES}
+    recall["original | multiple_choice | 64"] = {**row, "num_samples": 80}
+    found = heads_recall_parts({"model": "a model", "provenance": {"dtype": "bfloat16"}, "recall": recall})
+    assert "95 % interval, 100 prompts in each cell" in found[0]
 
 
 @pytest.mark.parametrize("spare", [0, 1, 3 * 512 - 1])
