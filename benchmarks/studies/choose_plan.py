@@ -64,6 +64,8 @@ COMMAND = "benchmarks.studies.choose_plan"
 CAREFUL = {"num_prompts": 2, "rounds": KEEP, "lengths": (LENGTH,), "signal": "both"}  # and longer rows of text
 CAREFUL_HEADS = f"{KEEP} heads by recall and text, a round each"
 EXCHANGED_HEADS, TAKEN, GIVEN = f"{CAREFUL_HEADS}, one exchanged by hand", [15, 2], [17, 0]  # of SmolLM2-135M
+FAR = {"num_prompts": 2, "lengths": (LONG_LENGTH - 128,), "tasks": TASKS[:2]}  # with room for the answers
+FAR_HEADS = f"{KEEP} heads, prompts of {LONG_LENGTH - 128:,}"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
 BATCH_TOKENS = 8192  # of prompts that are read at once: beyond, on a CPU, copies of the cache cost more than it saves
 TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
@@ -256,6 +258,7 @@ def main(
     text = [{"input_ids": row} for row in study.rows("validation", LENGTH, TEXT_ROWS)]
     careful = study.choose(CAREFUL_HEADS, seed=0, batches=text, **CAREFUL)
     compared: list[tuple[str, Plan]] = [(CAREFUL_HEADS, careful), (ORIGINAL, None), *exchanged(careful)]
+    compared.append((FAR_HEADS, study.choose(FAR_HEADS, seed=0, **FAR)))
     main_rows = [(f"{KEEP} heads, seed 0", first), *compared, WINDOWS_ALONE]
     for length, task in product(LENGTHS, TASKS):
         for name, plan in main_rows:
