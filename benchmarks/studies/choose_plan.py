@@ -213,8 +213,7 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
 
 
 def exchanged(careful: ChosenPlan) -> Iterator[tuple[str, Plan]]:
-    """Yield the plan with one head in place of another, which slopes on prompts of a third seed named, if it has that.
-    """
+    """Yield the plan with one head in place of another, if it has that: tried by hand on prompts of a third seed."""
     kept = careful.record.kept
     if TAKEN in kept:
         yield EXCHANGED_HEADS, careful.keeping([GIVEN if head == TAKEN else head for head in kept])

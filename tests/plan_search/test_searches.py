@@ -18,12 +18,11 @@ from hf_linattn.plan_search.options import SearchOptions, mean_scores
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from hf_linattn.plan_search.slope import slope, slopes_at
 from tests.helpers import assert_close, logits_of, make_tokens, pad
-from tests.models import make_model
+from tests.models import VOCAB_SIZE, make_model
 from tests.plan_search.retriever import FOUND, WINDOW, make_prompts, make_retriever
 
 SHORT = make_config("streaming", {"window_size": 3, "num_sink_tokens": 1, "block_size": 4})
 OPTIONS = SearchOptions()
-VOCABULARY = make_model("llama").config.vocab_size
 
 
 def make_wide(name: str) -> PreTrainedModel:
@@ -83,7 +82,7 @@ def test_slopes_of_recall_are_the_differences_of_gates(name, unit):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count(name, monkeypatch):
-    monkeypatch.setattr(chunked_sums, "ELEMENTS", 5 * VOCABULARY)
+    monkeypatch.setattr(chunked_sums, "ELEMENTS", 5 * VOCAB_SIZE)
     model, signal = make_wide(name), DivergenceSignal([text(14, 9), text(11)])
     with gated(model, SHORT, "head") as gates:
         shut = torch.zeros_like(gates.values)
@@ -95,7 +94,7 @@ def test_slopes_of_divergence_are_the_differences_of_gates_and_pads_do_not_count
         assert_close(slopes_at(gates, DivergenceSignal([filled]), shut, OPTIONS)[0], found[0], 1e-9)
 
 
-@pytest.mark.parametrize("elements", [5 * VOCABULARY, 10**9])
+@pytest.mark.parametrize("elements", [5 * VOCAB_SIZE, 10**9])
 def test_divergence_is_the_mean_over_real_tokens(elements, monkeypatch):
     monkeypatch.setattr(chunked_sums, "ELEMENTS", elements)
     model, batch = make_wide("llama"), text(14, 9)
@@ -104,7 +103,7 @@ def test_divergence_is_the_mean_over_real_tokens(elements, monkeypatch):
         got, want = (x.logits.log_softmax(-1) for x in (gates.run(at, batch), gates.run_original(batch)))
         divergence = (want.exp() * (want - got)).sum(-1)
         mean = (divergence[0].sum() + divergence[1, :9].sum()) / 23
-        assert mean > 1e-4 and got.shape[-1] == VOCABULARY
+        assert mean > 1e-4 and got.shape[-1] == VOCAB_SIZE
         assert_close(DivergenceSignal([batch]).value(gates, at, batch), -mean, 1e-12)
 
 
