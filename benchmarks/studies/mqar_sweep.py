@@ -49,6 +49,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("streaming", {"window_size": 28, **_window}),  # the bytes of 64 features
     ("streaming", {"window_size": 124, **_window}),  # the bytes of 256
     ("gated_deltanet", {}),
+    ("gated_deltanet", {"normalisation": "silu"}),
     ("gated_deltanet", {"expand_key": 4}),
     ("learned_exp", {"feature_dim": 64}),
     ("learned_exp", {"feature_dim": 256}),

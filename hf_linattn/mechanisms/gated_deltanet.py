@@ -26,7 +26,7 @@ from .inputs import PLAIN, AttentionLayer, CallOptions
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
-CHOICES = {"rotation": ("undone", "kept"), "normalisation": ("l2", "softmax"), "gate_input": ("key", "hidden")}
+CHOICES = {"rotation": ("undone", "kept"), "normalisation": ("l2", "softmax", "silu"), "gate_input": ("key", "hidden")}
 SLOWER = 4  # by what each further memory of a head forgets more slowly than the one before
 LEAST_SQUARE = 1e-6  # added to the mean square that an output is divided by
 
@@ -53,7 +53,8 @@ class GatedDeltanetConfig(MechanismConfig):
         metadata={"help": "`undone`: keys and queries lose the turns of rotary positions, if there are any; `kept`"},
     )
     normalisation: str = field(
-        default="l2", metadata={"help": "k / |k|, or `softmax`: e^k / |e^k|; queries the same way"}
+        default="l2",
+        metadata={"help": "k / |k|; `softmax`: e^k / |e^k|; `silu`: silu(k) / |silu(k)|; queries the same way"},
     )
     gate_input: str = field(
         default="key", metadata={"help": "what both gates are made from: `key`, or `hidden`, the layer's input"}
@@ -85,16 +86,17 @@ class GatedDeltanetMechanism(SequenceMechanism):
 
     q, k and v are the layer's own queries, keys and values. Where the layer has rotary positions their turns are
     undone first (`rotation="undone"`): a state over turned keys cannot tell apart positions beyond the trained
-    length. k and q are then divided by their length; `normalisation="softmax"` takes e^k and e^q instead of them. So
-    |k| = 1, and S [Dv, F] is one per key/value head, float32: all there is to the decoding state beside a count.
+    length. k and q are then divided by their length; `normalisation="softmax"` takes e^k and e^q instead of them,
+    `"silu"` silu(k) and silu(q) as the paper does: trained on many pairs, a state of the same size holds more of them.
+    So |k| = 1, and S [Dv, F] is one per key/value head, float32: all there is to the decoding state beside a count.
 
     * a_t = exp(-softplus(w . x_t + c)), per key/value head: what is left of the state when token t comes. b_t =
       sigmoid(w' . x_t + c'), times 2 with `beta_range=2`: how far its value replaces what the state said about its
       key. x_t is the key before normalisation, or with `gate_input="hidden"` the layer's input. `forget` and `write`
       hold w [M, width] and c [M]; w starts as zero, c where 2^(-1/177) of the state is left and b_t is 1/3.
-    * `expand_key=n` makes F = n D features relu(x W) of a key before it is normalised (with "softmax" e^(x W)), W
-      trained per head, [I, -I, R, -R, ...] at first, R random rotations. Weights are then not negative at first, as
-      softmax's are not, and a pretrained model keeps more: take 2 where the state may be twice as large.
+    * `expand_key=n` makes F = n D features relu(x W) of a key before it is normalised (e^(x W) with "softmax", silu(x
+      W) with "silu"), W trained per head, [I, -I, R, -R, ...] at first, R random rotations. Weights are then not
+      negative at first, as softmax's are not, and a pretrained model keeps more: take 2 where there is room.
       `expand_value=n` gives a head n memories with gates of their own, the next one forgetting 4 times more slowly;
       `memory_mix` [H, n] weighs what they say.
     * `conv_size=T`: q_t and k_t become sum_i u_i q_{t-i} over the last T tokens, u [H or Hkv, T, D] trained, first
@@ -271,11 +273,13 @@ class GatedDeltanetMechanism(SequenceMechanism):
 
     def _features(self, x: Tensor, directions: Tensor | None) -> Tensor:
         """Return the features of heads [..., N, D], before they are divided by their length: [..., N, F]."""
-        softmax = self.config.normalisation == "softmax"
+        kind = self.config.normalisation
         if directions is not None:
             x = x @ bounded(directions.to(x.dtype))
-            x = x if softmax else x.relu_()  # of the product above alone
-        return (x - x.amax(-1, keepdim=True).detach()).exp() if softmax else x
+            x = x.relu_() if kind == "l2" else x  # of the product above alone
+        if kind == "silu":
+            return F.silu(x)
+        return (x - x.amax(-1, keepdim=True).detach()).exp() if kind == "softmax" else x
 
     def _map(self, directions: Tensor | None) -> FeatureMap | None:
         """Return `_features` for the heads of every memory; None where it would return them as they are."""

@@ -27,6 +27,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"rotation": "kept", "beta_range": 2, "normalisation": "softmax"},
     {"expand_key": 3, "conv_size": 4},
+    {"normalisation": "silu", "expand_value": 2},
     {"expand_value": 2, "expand_key": 2, "normalisation": "softmax", "conv_size": 1},
     {"output_norm": True, "expand_value": 3, "beta_range": 2},
 ]
@@ -65,6 +66,8 @@ def prepared(mechanism: Any, x: Tensor, taps: Tensor | None, directions: Tensor 
     features = x if directions is None else x @ directions
     if mechanism.config.normalisation == "softmax":
         features = features.softmax(-1)
+    elif mechanism.config.normalisation == "silu":
+        features = features / (1 + (-features).exp())
     elif directions is not None:
         features = features.clamp(min=0)
     return x, features / features.norm(dim=-1, keepdim=True)
@@ -145,7 +148,7 @@ def test_calls_of_any_size_continue_the_state(options):
 
 
 @pytest.mark.parametrize("check", NUMBERS)
-@pytest.mark.parametrize("options", [CASES[0], CASES[3]])
+@pytest.mark.parametrize("options", [CASES[0], *CASES[3:5]])
 def test_invariants_hold_with_trained_gates(check, options):
     INVARIANTS[check](Trained("gated_deltanet", "llama", True, options))
 
@@ -339,7 +342,7 @@ def test_norms_need_the_values():
     ("options", "message"),
     [
         ({"rotation": "turned"}, "rotation must be 'undone' or 'kept', got 'turned'"),
-        ({"normalisation": "l1"}, "normalisation must be 'l2' or 'softmax', got 'l1'"),
+        ({"normalisation": "l1"}, "normalisation must be 'l2' or 'softmax' or 'silu', got 'l1'"),
         ({"gate_input": None}, "gate_input must be 'key' or 'hidden', got None"),
         ({"output_gate": 1}, "output_gate must be True or False, got 1"),
         ({"beta_range": 3}, "beta_range must be 1 or 2, got 3"),
