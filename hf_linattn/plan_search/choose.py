@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from ..architecture import classifies_texts, layers_sharing_keys, root_model
@@ -42,8 +43,9 @@ from ..sensitivity import predicts_no_tokens, require_vocabulary
 from .budget import number_to_keep
 from .divergence_signal import DivergenceSignal, beyond_windows
 from .gates import UNITS, Gates, gated
+from .joint_signal import JointSignal
 from .one_at_a_time import one_at_a_time
-from .options import SearchOptions, Signal, mean_scores, row_lengths
+from .options import SearchOptions, Signal
 from .recall_signal import RecallSignal
 from .restore_one import restore_one
 from .slope import slope
@@ -88,8 +90,8 @@ def choose_plan(
         unit: "head" or "layer", of which all heads have one gate.
         replace: what serves the others: a name, a mechanism config, or {"streaming": {"window_size": 128}}.
         signal: "recall", log p of the right answers of generated prompts; "divergence", minus the KL divergence from
-            the original's predictions on `batches`; "both", the mean of the two, each divided by its length. Of an
-            encoder, or a model that knows fewer than three answers, divergence is used, with a warning.
+            the original's predictions on `batches`; "both", the mean of the two, each over the length of its first
+            scores. Of an encoder, or a model that knows fewer than three answers, divergence, with a warning.
         search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time".
         batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`.
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
@@ -115,12 +117,12 @@ def choose_plan(
     with gated(model, config, unit) as gates, torch.no_grad():
         count = number_to_keep(gates, keep, unit, settings)
         with in_fast_dtype(model):
-            chosen, reason = _signals(gates, tokenizer, signal, texts, settings)
-            scores = _scores(gates, SEARCHES[search], chosen, settings, count)
+            chosen, reason = _signal(gates, tokenizer, signal, texts, settings)
+            scores = SEARCHES[search](gates, chosen, settings, count)
         record = PlanRecord(
             **_places(gates, scores, count), unit=unit, replace=entry_of(config), search=search, reason=reason,
             signal="divergence" if reason else signal, seed=settings.seed, seconds=time.perf_counter() - start,
-            examples=dict(Counter(group for one in chosen for group in one.groups)),
+            examples=dict(Counter(chosen.groups)),
             options={**settings.recorded(), "keep": keep if settings.state_bytes is None else None},
         )  # fmt: skip
     return ChosenPlan.of(record)
@@ -139,7 +141,11 @@ def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | Non
 
 
 def _places(gates: Gates, scores: Tensor, count: int) -> dict[str, Any]:
-    """Return what a record says of a model: its class and heads, who shares keys, the scores, and the `count` best."""
+    """Return what a record says of a model: its class and heads, who shares keys, the scores, and the `count` best.
+
+    The scores are divided by their length.
+    """
+    scores = F.normalize(scores.double(), dim=0, eps=torch.finfo(torch.float64).tiny)
     root = root_model(gates.model)
     layers = [mechanism.layer for mechanism in gates.mechanisms.values()]
     kept = sorted(scores.topk(count).indices.tolist())
@@ -174,11 +180,11 @@ def read_replacement(replace: str | MechanismConfig | Mapping[str, Any], unit: s
     return config
 
 
-def _signals(
+def _signal(
     gates: Gates, tokenizer: PreTrainedTokenizerBase | None, asked: str, texts: list[Mapping[str, Any]],
     options: SearchOptions,
-) -> tuple[list[Signal], str]:
-    """Return the signals to choose by, and why these are not the ones asked for."""
+) -> tuple[Signal, str]:
+    """Return the signal to choose by, and why it is not the one asked for."""
     signals: list[Signal] = []
     reason = ""
     if "recall" in SIGNALS[asked]:
@@ -195,7 +201,7 @@ def _signals(
         if not texts:
             raise OptionError(f"batches must hold at least one batch of text for signal={asked!r}, got none")
         signals.append(DivergenceSignal(beyond_windows(texts, gates)))
-    return signals, reason
+    return (signals[0] if len(signals) == 1 else JointSignal(signals)), reason
 
 
 def _recall(
@@ -228,12 +234,3 @@ def _recall(
             return signal, ""
         missed.append(f"{len(known)} of {len(asked)} prompts{length}")
     return RecallSignal([]), f"{type(root).__name__} itself answers {', '.join(missed)}"
-
-
-def _scores(
-    gates: Gates, search: Search, signals: list[Signal], options: SearchOptions, keep: int
-) -> Tensor:
-    """Return [U]: the mean over signals of a search's scores, each scaled to length 1."""
-    found = [mean_scores(search(gates, signal, options, keep), signal.groups) for signal in signals]
-    scores = torch.stack(found).double()
-    return (scores / row_lengths(scores)).mean(0)

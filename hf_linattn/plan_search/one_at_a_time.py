@@ -11,6 +11,7 @@ from .single_gates import values_of_single_gates
 
 
 def one_at_a_time(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
-    """Return signal(all open) - signal(all open but this) for each example: [E, U], by U + 1 forwards."""
+    """Return signal(all open) - signal(all open but this) [U], the mean over examples, by U + 1 forwards each."""
     whole, single = values_of_single_gates(gates, signal, torch.ones_like(gates.values), options)
-    return whole[:, None] - single
+    lost = whole[:, None] - single
+    return signal.mean(lost, signal.scales(lost))

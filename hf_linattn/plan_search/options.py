@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,23 @@ class Signal(ABC):
         given = values.clone().requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(self.value(gates, given, example), given)[0]
+
+    @property
+    def weights(self) -> Tensor:
+        """What each example counts [E], 1 in all: groups alike, and the examples of a group."""
+        sizes = Counter(self.groups)
+        return torch.tensor([1 / (len(sizes) * sizes[group]) for group in self.groups], dtype=torch.float64)
+
+    def scales(self, scores: Tensor) -> Tensor:
+        """Return what to divide scores [E, U] by, as [E, 1]: their lengths.
+
+        So no prompt counts more because its answer is longer or less likely.
+        """
+        return row_lengths(scores)
+
+    def mean(self, scores: Tensor, scales: Tensor) -> Tensor:
+        """Return [U] from [E, U]: the mean over groups of the mean over their examples, each divided by its scale."""
+        return self.weights.to(scores.dtype) @ (scores / scales)
 
     def require_finite(self, number: int, found: Tensor) -> None:
         """Raise `OptionError` unless what was found of an example is finite: else any head could be the best."""
@@ -134,15 +152,3 @@ def _is(kind: Any, value: object) -> bool:
 def row_lengths(scores: Tensor) -> Tensor:
     """Return the Euclidean length of each row of [E, U] as [E, 1], above zero."""
     return scores.norm(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-
-
-def mean_scores(scores: Tensor, groups: Sequence[str], lengths: Tensor | None = None) -> Tensor:
-    """Return [U] from [E, U]: each example's divided by its length [E, 1], the mean of each group, of these the mean.
-
-    So no prompt counts more because its answer is longer or less likely, and no kind because it has more prompts.
-    """
-    scaled = scores / (row_lengths(scores) if lengths is None else lengths)
-    if len(groups) != len(scaled):
-        return scaled.mean(0)  # a search that has made one row of all examples
-    rows = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
-    return torch.stack([scaled[own].mean(0) for own in rows.values()]).mean(0)

@@ -11,6 +11,7 @@ from .single_gates import values_of_single_gates
 
 
 def restore_one(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
-    """Return signal(all shut but this) - signal(all shut) for each example: [E, U], by U + 1 forwards."""
+    """Return signal(all shut but this) - signal(all shut) [U], the mean over examples, by U + 1 forwards each."""
     whole, single = values_of_single_gates(gates, signal, torch.zeros_like(gates.values), options)
-    return single - whole[:, None]
+    brought = single - whole[:, None]
+    return signal.mean(brought, signal.scales(brought))

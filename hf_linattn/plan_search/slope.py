@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..inference import progress_bar
 from .gates import Gates
-from .options import SearchOptions, Signal, mean_scores, row_lengths
+from .options import SearchOptions, Signal
 
 
 def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
-    """Return one row of scores [1, U]: mean slopes, all gates shut, then with those open that were steepest so far.
+    """Return scores [U]: mean slopes, all gates shut, then with those open that were steepest so far.
 
     Each of `rounds` rounds opens as many of the `keep` gates as the others. Where nothing is exact the first few heads
     hide what all others are for; with these open the slopes say it. All are divided by the length that the example's
@@ -20,12 +20,12 @@ def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Te
     """
     opened, scores = torch.zeros_like(gates.values), torch.zeros_like(gates.values)
     order: list[int] = []
-    lengths: Tensor | None = None
+    scales: Tensor | None = None
     rounds = min(options.rounds, keep)
     for number in range(rounds):
         raw, shut = slopes_at(gates, signal, opened, options), opened == 0
-        lengths = row_lengths(raw) if lengths is None else lengths
-        scores = torch.where(shut, mean_scores(raw, signal.groups, lengths), scores)
+        scales = signal.scales(raw) if scales is None else scales
+        scores = torch.where(shut, signal.mean(raw, scales), scores)
         more = keep * (number + 1) // rounds - len(order)
         best = scores.masked_fill(~shut, float("-inf")).topk(more).indices
         opened[best] = 1
@@ -33,7 +33,7 @@ def slope(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Te
     least = scores[opened == 0].max()
     for unit in reversed(order):
         least = scores[unit] = torch.maximum(scores[unit], least)
-    return scores[None]
+    return scores
 
 
 def slopes_at(gates: Gates, signal: Signal, values: Tensor, options: SearchOptions) -> Tensor:

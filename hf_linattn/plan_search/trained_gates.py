@@ -10,22 +10,23 @@ from torch import Tensor
 
 from ..inference import progress_bar
 from .gates import Gates
-from .options import SearchOptions, Signal, mean_scores, row_lengths
+from .options import SearchOptions, Signal
 from .slope import slopes_at
 
 NOISE = 0.05  # gradients below that, in shares of the slopes' length, move no gate as those above it do
 
 def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
-    """Return gates in [0, 1] whose sum is `keep`, as one row [1, U]; those that came out alike in order of slope.
+    """Return gates in [0, 1] whose sum is `keep`, [U]; those that came out alike in order of slope.
 
     They begin from the slopes, divided by that of the last one kept. A step of Adam raises the signal of one example,
-    divided by the length of its slopes, less a price for every open gate: the price is the number that, taken from all
-    gates before they are cut to [0, 1], leaves a sum of `keep`. So it needs no choice.
+    divided by the length of its slopes and counted as in their mean, less a price for every open gate: the price is
+    the number that, taken from all gates before they are cut to [0, 1], leaves a sum of `keep`. So it needs no choice.
 
     Deviation from DuoAttention: the price is found, not given, and the signal may be the answers' likelihood.
     """
     found = slopes_at(gates, signal, torch.zeros_like(gates.values), options)
-    lengths, steepness = row_lengths(found), mean_scores(found, signal.groups)
+    scales = signal.scales(found)
+    steepness, counts = signal.mean(found, scales), len(found) * signal.weights.to(found.dtype) / scales[:, 0]
     at_margin = steepness.topk(keep).values[-1].clamp(min=torch.finfo(steepness.dtype).tiny)
     trained = at_a_price((steepness / at_margin).clamp(0, 1), keep).requires_grad_()
     optimizer = torch.optim.Adam([trained], lr=options.learning_rate, eps=NOISE)
@@ -35,12 +36,12 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(signal.value(gates, trained, signal.examples[number]), trained)
         signal.require_finite(number, gradient)
-        trained.grad = -gradient / lengths[number]
+        trained.grad = -gradient * counts[number]
         optimizer.step()
         with torch.no_grad():
             trained.copy_(at_a_price(trained, keep))
     order = steepness.argsort().argsort() / len(steepness)  # in [0, 1)
-    return (trained.detach() + 1e-3 * order)[None]
+    return trained.detach() + 1e-3 * order
 
 
 def at_a_price(values: Tensor, keep: int) -> Tensor:

@@ -277,8 +277,8 @@ def test_both_is_the_mean_of_the_two():
         signal: torch.tensor(choose(make_retriever(), 1, signal=signal, batches=text).record.scores)
         for signal in ("recall", "divergence", "both")
     }
-    parts = [scores[name] / scores[name].norm() for name in ("recall", "divergence")]
-    torch.testing.assert_close(scores["both"], (parts[0] + parts[1]) / 2)
+    mean = sum(scores[name] / scores[name].norm() for name in ("recall", "divergence"))
+    torch.testing.assert_close(scores["both"], mean / mean.norm())
 
 
 @pytest.mark.parametrize("fails", [False, True])

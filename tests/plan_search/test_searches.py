@@ -14,7 +14,8 @@ from hf_linattn.config import make_config
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.divergence_signal import DivergenceSignal
 from hf_linattn.plan_search.gates import gated
-from hf_linattn.plan_search.options import SearchOptions, mean_scores
+from hf_linattn.plan_search.joint_signal import JointSignal
+from hf_linattn.plan_search.options import SearchOptions
 from hf_linattn.plan_search.recall_signal import RecallSignal
 from hf_linattn.plan_search.slope import slope, slopes_at
 from tests.helpers import assert_close, logits_of, make_tokens, pad
@@ -180,15 +181,16 @@ def test_rounds_measure_slopes_with_those_open_that_were_steepest():
     with gated(model, SHORT, "head") as gates:
         shut = torch.zeros_like(gates.values)
         raw = slopes_at(gates, signal, shut, OPTIONS)
-        first, lengths = mean_scores(raw, signal.groups), raw.norm(dim=1, keepdim=True)
+        lengths = raw.norm(dim=1, keepdim=True)
+        first = (raw / lengths).mean(0)
         opened = shut.clone()
         opened[first.argmax()] = 1
         rest = slopes_at(gates, signal, opened, OPTIONS) / lengths  # one is "any 10", the other "any 14"
         second = rest.mean(0).masked_fill(opened > 0, float("-inf"))
-        found = slope(gates, signal, SearchOptions(rounds=2), 2)[0]
+        found = slope(gates, signal, SearchOptions(rounds=2), 2)
         assert found.topk(2).indices.tolist() == [int(first.argmax()), int(second.argmax())]
         assert_close(found[second.argmax()], second.max(), 1e-9)
-        once = slope(gates, signal, SearchOptions(rounds=1), 2)[0]
+        once = slope(gates, signal, SearchOptions(rounds=1), 2)
         assert_close(once, first, 1e-9)
         assert not torch.allclose(once[second.argmax()], found[second.argmax()], rtol=0.5)
 
@@ -201,10 +203,47 @@ def test_only_the_logits_of_the_answer_are_made():
     assert shapes == [(1, 3), (1, 3)]
 
 
+def prompts_of(*tasks: str) -> RecallSignal:
+    return RecallSignal([SimpleNamespace(task=task, length=1) for task in tasks])
+
+
 def test_scores_are_averaged_by_group_whatever_their_size():
-    rows = torch.tensor([[3.0, 4.0], [0.0, 100.0], [1e-3, 0.0]])
-    assert_close(mean_scores(rows, ["a", "a", "b"]), torch.tensor([(0.3 + 1.0) / 2, 0.9 / 2]))
-    assert_close(mean_scores(torch.zeros(1, 2), ["a"]), torch.zeros(2))
+    signal, rows = prompts_of("a", "a", "b"), torch.tensor([[3.0, 4.0], [0.0, 100.0], [1e-3, 0.0]])
+    assert_close(signal.mean(rows, signal.scales(rows)), torch.tensor([(0.3 + 1.0) / 2, 0.9 / 2]))
+    signal, nothing = prompts_of("a"), torch.zeros(1, 2)
+    assert_close(signal.mean(nothing, signal.scales(nothing)), torch.zeros(2))
+
+
+def test_signals_count_alike_whatever_their_numbers_of_examples_and_how_far_these_agree():
+    recall, loss = prompts_of("a", "b"), DivergenceSignal([text(9)])
+    joint, rows = JointSignal([recall, loss]), torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, -7.0]])
+    assert joint.groups == ["a 1", "b 1", "text"]
+    agreed, opposed = torch.tensor([1.0, 1.0]) / 2**0.5, torch.tensor([0.0, -1.0])
+    assert_close(joint.mean(rows, joint.scales(rows)), (agreed + opposed) / 2)
+    later = torch.tensor([[1.0, 0.0], [0.0, 2.5], [0.0, -7.0]])  # recall has half of its slopes left
+    assert_close(joint.mean(later, joint.scales(rows)), (agreed / 2 + opposed) / 2)
+
+
+def test_a_head_that_is_open_for_one_signal_is_open_for_the_other():
+    model, signals = make_wide("llama"), [RecallSignal(random_prompts()), DivergenceSignal([text(14), text(11)])]
+    with gated(model, SHORT, "head") as gates:
+
+        def slopes(opened: torch.Tensor) -> list[torch.Tensor]:
+            return [slopes_at(gates, signal, opened, OPTIONS) for signal in signals]
+
+        lengths = [rows.norm(dim=1, keepdim=True) for rows in slopes(torch.zeros_like(gates.values))]
+
+        def means(opened: torch.Tensor) -> list[torch.Tensor]:
+            return [(rows / length).mean(0) for rows, length in zip(slopes(opened), lengths, strict=True)]
+
+        before = means(torch.zeros_like(gates.values))
+        first = sum(mean / mean.norm() for mean in before) / 2
+        opened = (first == first.max()).double()
+        second = sum(now / mean.norm() for now, mean in zip(means(opened), before, strict=True)) / 2
+        found = slope(gates, JointSignal(signals), SearchOptions(rounds=2), 2)
+        chosen = {int(first.argmax()), int(second.masked_fill(opened > 0, float("-inf")).argmax())}
+        assert set(found.topk(2).indices.tolist()) == chosen
+        assert_close(found[opened == 0], second[opened == 0], 1e-9)
 
 
 def test_memory_of_a_backward_pass_is_that_of_one_layer_beside_what_may_be_kept(monkeypatch):
