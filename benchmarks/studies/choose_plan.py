@@ -178,7 +178,7 @@ class TextLoss(DivergenceSignal):
 def heads_by_loss(model: PreTrainedModel, text: list[dict[str, Tensor]]) -> list[int]:
     """Return the numbers of the heads that `slope` keeps exact where the loss of text is its signal."""
     with gated(model, make_config("streaming", WINDOW), "head") as gates, torch.no_grad():
-        (scores,) = slope(gates, TextLoss(text), SearchOptions(), KEEP)
+        scores = slope(gates, TextLoss(text), SearchOptions(), KEEP)
     return sorted(scores.topk(KEEP).indices.tolist())
 
 

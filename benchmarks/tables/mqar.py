@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from benchmarks.result_files import Document
@@ -15,7 +16,8 @@ def mean_of(scores: Mapping[str, float]) -> float:
 
 def title_of(row: Document) -> str:
     """Return a row's mechanism and options in few words."""
-    return " ".join([row["mechanism"], *(str(value) for value in row["options"].values() if isinstance(value, int))])
+    said = (str(value) for value in row["options"].values() if isinstance(value, int | str))
+    return " ".join([row["mechanism"], *said])
 
 
 def sweep_section(document: Document) -> str:
@@ -24,13 +26,13 @@ def sweep_section(document: Document) -> str:
     Each is the mean over seeds, with the smallest and the largest of them behind it.
     """
     task: Document = document["task"]
-    kinds: dict[tuple[int, str], list[Document]] = {}
+    kinds: dict[tuple[int, str, str], list[Document]] = {}
     for row in document["rows"]:
-        kinds.setdefault((row["state_bytes"], title_of(row)), []).append(row)
+        kinds.setdefault((row["state_bytes"], row["mechanism"], json.dumps(row["options"])), []).append(row)
     longest = task["lengths"][-1]
     columns = [f"{pairs} | {longest}" for pairs in task["pairs"]]
     rows = []
-    for (size, _), own in sorted(kinds.items()):
+    for (size, *_), own in sorted(kinds.items()):
         scores = [row["trained"] for row in own]
         cells = [_spread([mean_of(x) for x in scores]), *(_spread([x[column] for x in scores]) for column in columns)]
         rows.append([code(own[0]["mechanism"]), code(options_text(own[0]["options"])), count(size), len(own), *cells])

@@ -95,8 +95,9 @@ class GatedDeltanetMechanism(SequenceMechanism):
       key. x_t is the key before normalisation, or with `gate_input="hidden"` the layer's input. `forget` and `write`
       hold w [M, width] and c [M]; w starts as zero, c where 2^(-1/177) of the state is left and b_t is 1/3.
     * `expand_key=n` makes F = n D features relu(x W) of a key before it is normalised (e^(x W) with "softmax", silu(x
-      W) with "silu"), W trained per head, [I, -I, R, -R, ...] at first, R random rotations. Weights are then not
-      negative at first, as softmax's are not, and a pretrained model keeps more: take 2 where there is room.
+      W) with "silu"), W trained per head, [I, -I, R, -R, ...] at first, R random rotations. But for silu,
+      weights are then not negative at first, as softmax's are not, and a pretrained model keeps more: take 2 where
+      there is room.
       `expand_value=n` gives a head n memories with gates of their own, the next one forgetting 4 times more slowly;
       `memory_mix` [H, n] weighs what they say.
     * `conv_size=T`: q_t and k_t become sum_i u_i q_{t-i} over the last T tokens, u [H or Hkv, T, D] trained, first
@@ -112,8 +113,9 @@ class GatedDeltanetMechanism(SequenceMechanism):
     O(N (F + C) Dv) in chunks of C tokens, see `hf_linattn.ops.delta_rule.interface`.
 
     Deviations: b_t multiplies I - k k^T and the value as in the paper, but all gates have a bias that a pretrained
-    layer's look-back sets; no SiLU behind the convolution, and one output gate per head (Qiu et al. 2025, arXiv
-    2505.06708) where the paper has one per channel, so that at first both do nothing; the norm comes before the gate.
+    layer's look-back sets; SiLU, of queries and keys alone, is an option, and there is one output gate per head (Qiu
+    et al. 2025, arXiv 2505.06708) where the paper has one per channel, so that at first both do nothing; the norm
+    comes before the gate.
     """
 
     config_class = GatedDeltanetConfig

@@ -13,7 +13,7 @@ from .gates import Gates
 from .options import SearchOptions, Signal
 from .slope import slopes_at
 
-NOISE = 0.05  # gradients below that, in shares of the slopes' length, move no gate as those above it do
+NOISE = 0.05  # gradients below that, in shares of the mean slopes' length, move no gate as those above it do
 
 def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: int) -> Tensor:
     """Return gates in [0, 1] whose sum is `keep`, [U]; those that came out alike in order of slope.
@@ -26,7 +26,7 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
     """
     found = slopes_at(gates, signal, torch.zeros_like(gates.values), options)
     scales = signal.scales(found)
-    steepness, counts = signal.mean(found, scales), len(found) * signal.weights.to(found.dtype) / scales[:, 0]
+    steepness, counts = signal.mean(found, scales), len(found) * signal.weights.to(found.dtype)
     at_margin = steepness.topk(keep).values[-1].clamp(min=torch.finfo(steepness.dtype).tiny)
     trained = at_a_price((steepness / at_margin).clamp(0, 1), keep).requires_grad_()
     optimizer = torch.optim.Adam([trained], lr=options.learning_rate, eps=NOISE)
@@ -36,7 +36,7 @@ def trained_gates(gates: Gates, signal: Signal, options: SearchOptions, keep: in
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(signal.value(gates, trained, signal.examples[number]), trained)
         signal.require_finite(number, gradient)
-        trained.grad = -gradient * counts[number]
+        trained.grad = -gradient / scales[number] * counts[number]
         optimizer.step()
         with torch.no_grad():
             trained.copy_(at_a_price(trained, keep))

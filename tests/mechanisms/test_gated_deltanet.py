@@ -27,7 +27,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"rotation": "kept", "beta_range": 2, "normalisation": "softmax"},
     {"expand_key": 3, "conv_size": 4},
-    {"normalisation": "silu", "expand_value": 2},
+    {"normalisation": "silu", "expand_key": 2, "expand_value": 2},
     {"expand_value": 2, "expand_key": 2, "normalisation": "softmax", "conv_size": 1},
     {"output_norm": True, "expand_value": 3, "beta_range": 2},
 ]

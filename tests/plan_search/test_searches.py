@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn import choose_plan, chunked_sums, get_mechanisms, patch_model
 from hf_linattn.config import make_config
+from hf_linattn.errors import OptionError
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.divergence_signal import DivergenceSignal
 from hf_linattn.plan_search.gates import gated
@@ -138,10 +139,11 @@ def test_gates_of_zero_and_one_are_the_models_that_these_plans_make(recorded):
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("unit", ["head", "layer"])
-def test_every_search_finds_the_head_that_recalls(search, unit):
-    model, prompts = make_retriever(), make_prompts()
-    plan = choose_plan(model, None, 1, unit=unit, replace=WINDOW, search=search, prompts=prompts, steps=8)
+@pytest.mark.parametrize(("unit", "signal"), [("head", "recall"), ("layer", "recall"), ("head", "both")])
+def test_every_search_finds_the_head_that_recalls(search, unit, signal):
+    options = {"search": search, "signal": signal, "prompts": make_prompts(), "steps": 8}
+    texts = [{"input_ids": make_tokens(1, 40, seed=seed) % 30} for seed in range(3)]
+    plan = choose_plan(make_retriever(), None, 1, unit=unit, replace=WINDOW, batches=texts, **options)
     layer, head = FOUND
     assert plan.record.kept == ([[layer, head]] if unit == "head" else [[layer, 0], [layer, 1]])
     scores = torch.tensor([score for row in plan.record.scores for score in row])
@@ -216,12 +218,16 @@ def test_scores_are_averaged_by_group_whatever_their_size():
 
 def test_signals_count_alike_whatever_their_numbers_of_examples_and_how_far_these_agree():
     recall, loss = prompts_of("a", "b"), DivergenceSignal([text(9)])
-    joint, rows = JointSignal([recall, loss]), torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, -7.0]])
-    assert joint.groups == ["a 1", "b 1", "text"]
+    joint, rows = JointSignal([recall, loss]), torch.tensor([[2.0, 0.0], [0.0, -7.0], [0.0, 5.0]])
+    assert joint.groups == ["a 1", "text", "b 1"], "mixed evenly"
     agreed, opposed = torch.tensor([1.0, 1.0]) / 2**0.5, torch.tensor([0.0, -1.0])
     assert_close(joint.mean(rows, joint.scales(rows)), (agreed + opposed) / 2)
-    later = torch.tensor([[1.0, 0.0], [0.0, 2.5], [0.0, -7.0]])  # recall has half of its slopes left
+    later = torch.tensor([[1.0, 0.0], [0.0, -7.0], [0.0, 2.5]])  # recall has half of its slopes left
     assert_close(joint.mean(later, joint.scales(rows)), (agreed / 2 + opposed) / 2)
+    rows[1] = 0  # nothing moves the loss
+    assert_close(joint.mean(rows, joint.scales(rows)), agreed / 2)
+    with pytest.raises(OptionError, match=r"divergence of example 0 \(text\) must be finite"):
+        joint.require_finite(1, torch.tensor([float("nan")]))
 
 
 def test_a_head_that_is_open_for_one_signal_is_open_for_the_other():

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.result_files import MQAR_FILE, RESULTS, read
 from benchmarks.studies import mqar, mqar_sweep
-from benchmarks.tables.mqar import sweep_section
+from benchmarks.tables.mqar import sweep_section, title_of
 from hf_linattn.mechanisms import MECHANISMS
 
 pytestmark = pytest.mark.tools
@@ -103,3 +103,13 @@ def test_a_sweep_goes_on_with_the_rows_that_its_file_lacks_and_gives_others_the_
     at = [row["trained"]["4 | 16"] for row in document["rows"][::2]]
     assert f"{50 * sum(at):.1f} ({100 * min(at):.1f} to {100 * max(at):.1f}) |\n" in sweep_section(document) + "\n"
     assert (tmp_path / "mqar_sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_differ_in_a_word_alone_are_not_seeds_of_one() -> None:
+    task = {"pairs": [2], "lengths": [8], "vocabulary": 16, "steps": 1, "batch_tokens": 16}
+    first = {"mechanism": "linear", "options": {}, "state_bytes": 8, "trained": {"2 | 8": 0.25}}
+    second = {**first, "options": {"decay": "learned"}, "trained": {"2 | 8": 0.75}}
+    *_, learned, plain = sweep_section({"task": task, "rows": [first, second]}).splitlines()
+    assert plain == "| `linear` |  | 8 | 1 | 25.0 | 25.0 |"
+    assert learned == "| `linear` | `decay='learned'` | 8 | 1 | 75.0 | 75.0 |"
+    assert title_of(first) != title_of(second)
