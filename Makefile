@@ -183,12 +183,20 @@ choose-plan: install ## recall with a tenth of the heads exact: make choose-plan
 	$(BIN)/python -m benchmarks.studies.choose_plan $(MODEL) $(BOOKS)
 	$(TABLES)
 
+equal-bytes: install ## recall untrained by bytes of state: make equal-bytes MODEL=SmolLM2-135M-Instruct BOOKS=books; hours, resumes
+	$(BIN)/python -m benchmarks.studies.equal_bytes $(MODEL) $(BOOKS)
+	$(TABLES)
+
 plan-grid: install ## shares of the heads and lengths of the windows: make plan-grid MODEL=SmolLM2-135M-Instruct BOOKS=books; resumes
 	$(BIN)/python -m benchmarks.studies.plan_grid $(MODEL) $(BOOKS)
 	$(TABLES)
 
 retrieval: install ## an embedding model before and after: make retrieval MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
+	$(TABLES)
+
+long-embeddings: install ## which article a paragraph is from: make long-embeddings MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2; hours, resumes
+	$(BIN)/python -m benchmarks.studies.long_embeddings $(MODEL) $(WIKITEXT)
 	$(TABLES)
 
 encoder-tasks: install ## classifiers of sentences before and after: make encoder-tasks MODEL=all-MiniLM-L6-v2 TASKS=glue; hours, resumes

@@ -13,11 +13,13 @@ from benchmarks.result_files import (
     DEPTH_FILE,
     DEPTH_PLOT,
     ENCODER_TASKS_FILE,
+    EQUAL_BYTES_FILE,
     GPU_FILES,
     GPU_PAGE_FILES,
     HEADS_FILE,
     LONG_DOCUMENTS_FILE,
     LONG_DOCUMENTS_SPEED_FILE,
+    LONG_EMBEDDINGS_FILE,
     LONG_INPUTS_FILES,
     MQAR_SWEEP_FILE,
     ORIGINAL,
@@ -39,11 +41,11 @@ from benchmarks.result_files import (
 from benchmarks.tables.classifiers import documents_speed_table, documents_table, tasks_table
 from benchmarks.tables.gpu import gpu_parts, gpu_results_parts
 from benchmarks.tables.gpu_page import passes_section, steps_section
-from benchmarks.tables.heads import whole_model_section
+from benchmarks.tables.heads import equal_bytes_table, whole_model_section
 from benchmarks.tables.markdown import replace_section
 from benchmarks.tables.memory import depth_parts, long_inputs_tables, plans_parts, prompts_table
 from benchmarks.tables.mqar import sweep_section
-from benchmarks.tables.quality import board_table, recovery_table, retrieval_table
+from benchmarks.tables.quality import board_table, long_embeddings_table, recovery_table, retrieval_table
 from benchmarks.tables.real_board import real_board_section
 from benchmarks.tables.recall_board import recall_board_section
 from benchmarks.tables.speed import (
@@ -62,17 +64,19 @@ from hf_linattn.atomic_io import write_text
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
     "results.md": (
-        "real-board", "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "recall-sweep",
-        "recall-board",
+        "real-board", "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "long-embeddings",
+        "recall-sweep", "equal-bytes", "recall-board",
     ),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps", "plans"),
     "command-line.md": ("start",),
 }  # of the pages under docs  # fmt: skip
-CLASSIFIERS = {
+TABLES = {
     "tasks": (ENCODER_TASKS_FILE, tasks_table),
     "documents": (LONG_DOCUMENTS_FILE, documents_table),
     "documents-speed": (LONG_DOCUMENTS_SPEED_FILE, documents_speed_table),
+    "long-embeddings": (LONG_EMBEDDINGS_FILE, long_embeddings_table),
+    "equal-bytes": (EQUAL_BYTES_FILE, equal_bytes_table),
 }
 
 
@@ -154,8 +158,8 @@ def write_tables(root: Path = ROOT) -> None:
     }
     real = {file.stem: read(file) for file in (results / REAL_BOARD).glob("*.json")}
     bodies["real-board"] = real_board_section(real) if ORIGINAL in real else ""
-    of_classifiers = read_all(results, *(name for name, _ in CLASSIFIERS.values()))
-    bodies |= {x: make(of_classifiers[name]) for x, (name, make) in CLASSIFIERS.items() if name in of_classifiers}
+    of_tables = read_all(results, *(name for name, _ in TABLES.values()))
+    bodies |= {x: make(of_tables[name]) for x, (name, make) in TABLES.items() if name in of_tables}
     gpus = [documents[name] for name in GPU_PAGE_FILES if name in documents]
     if len(gpus) == len(GPU_PAGE_FILES):
         bodies |= {"passes": passes_section(*gpus), "steps": steps_section(*gpus)}

@@ -3,8 +3,9 @@
     python -m benchmarks.studies.hard_key_plans SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
 
 Nothing is trained. The heads are the steepest of the first choice of `benchmarks.studies.choose_plan`, whose results
-are read; prompts and rows of text are its too. Beside each plan stands that of windows of equal bytes. Results are
-written as they come: a run that was stopped goes on.
+are read; prompts and rows of text are its too. Beside each plan stands that of windows of equal bytes. `--length`,
+given as often as wanted, says how long the prompts are. Results are written as they come: a run that was stopped goes
+on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +29,10 @@ from hf_linattn.evaluation.memory import state_bytes_by_length
 
 NUM_SINK_TOKENS = 4
 HYBRID = {"linear": "hedgehog", "window_size": 64, "num_sink_tokens": NUM_SINK_TOKENS, "recall_error": "absolute"}
-PLANS = ((5, 128), (5, 256), (9, 256))  # exact heads, and hard keys in the others
+LONGER = {"window_size": 320, "linear_options": {"feature_dim": 16}}  # the bytes of a smaller state go to the window
+PLANS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (5, 128, {}), (5, 256, {}), (9, 256, {}), (5, 96, LONGER),
+)  # exact heads, hard keys in the others, and options of these  # fmt: skip
 STATE_LENGTH = 4096  # at which bytes are equal
 CHOICE = "seed 0"
 
@@ -62,9 +67,10 @@ def state_bytes(study: Study, name: str, plan: Plan | PatchConfig, length: int =
 
 def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan]]:
     """Yield each plan with hard keys, and that of equal bytes after it."""
-    for kept, number in PLANS:
+    for kept, number, others in PLANS:
         name = f"{kept} heads, {number} hard keys"
-        plan = plan_with(record, kept, "hybrid", {**HYBRID, "num_hard_keys": number})
+        name += f" behind windows of {others['window_size']}" if others else ""
+        plan = plan_with(record, kept, "hybrid", {**HYBRID, **others, "num_hard_keys": number})
         yield name, plan
         options = equal_window(state_bytes(study, name, plan), record, kept)
         name = f"{kept} heads, windows of {options['window_size']}"
@@ -78,6 +84,7 @@ def main(
     books: Annotated[Path, typer.Argument(help="folder with test.jsonl, a text on each line")],
     samples: Annotated[int, typer.Option(help="prompts of each kind")] = 20,
     rows: Annotated[int, typer.Option(help="rows of text for the perplexity")] = 16,
+    length: Annotated[list[int], typer.Option(help="tokens of the prompts")] = [LENGTH],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="of the weights")] = "bfloat16",
     chosen: Annotated[Path, typer.Option(help="the results of the other study")] = RESULTS / CHOSEN_PLAN_FILE,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / HARD_KEY_PLANS_FILE,
@@ -86,9 +93,9 @@ def main(
     record = ChosenPlan.from_json(json.dumps(json.loads(chosen.read_text("utf-8"))["choices"][CHOICE])).record
     study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.hard_key_plans")
     measured = dict(plans(study, record))
-    for task in TASKS:
+    for tokens, task in product(length, TASKS):
         for name, plan in {**measured, ORIGINAL: None}.items():
-            study.recall(name, plan, task, LENGTH, samples)
+            study.recall(name, plan, task, tokens, samples)
     for name, plan in {**measured, ORIGINAL: None}.items():
         study.perplexity(name, plan, LENGTH, rows)
     typer.echo(f"wrote {output}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import fmean
 
-from benchmarks.result_files import ORIGINAL, Document
+from benchmarks.result_files import AS_IT_COMES, CALIBRATED, ORIGINAL, Document
 from benchmarks.tables.markdown import count, number, table, weights_said
 
 NEEDLES = ("single_noise", "single_text", "single_uuid")
@@ -147,26 +148,50 @@ def plan_grid_parts(document: Document) -> list[str]:
 def hard_key_plans_parts(document: Document) -> list[str]:
     """Return what plans with hard keys, and those of equal bytes, recall, and their perplexity over the original's."""
     recall, texts, sizes = document["recall"], document["perplexity"], document["state_bytes"]
-    names = list(dict.fromkeys(key.split(" | ")[0] for key in recall))
-    (length,) = {key.split(" | ")[2] for key in recall}
-    whole = texts[f"{ORIGINAL} | {length}"]["perplexity"]
-    rows = [
-        [
-            name, f"{sizes[name]['patched'] / 1e6:.1f} MB" if name in sizes else "",
-            recall[f"{name} | {NEEDLES[0]} | {length}"]["num_samples"],
-            *(_share(recall[f"{name} | {task} | {length}"]) for task in NEEDLES),
-            f"{texts[f'{name} | {length}']['perplexity'] / whole:.3f}",
-        ]
-        for name in names
-    ]  # fmt: skip
+    asked = dict.fromkeys(tuple(key.split(" | ")[::2]) for key in recall)  # plan and length
+    ((text_length, whole),) = ((key.split(" | ")[1], row) for key, row in texts.items() if key.startswith(ORIGINAL))
+    rows = []
+    for name, length in sorted(asked, key=lambda cell: int(cell[1])):
+        found = [recall.get(f"{name} | {task} | {length}") for task in NEEDLES]
+        rows.append(
+            [
+                name, f"{sizes[name]['patched'] / 1e6:.1f} MB" if name in sizes else "", count(int(length)),
+                ", ".join(dict.fromkeys(str(row["num_samples"]) for row in found if row)),
+                *(_share(row) if row else "" for row in found),
+                f"{texts[f'{name} | {text_length}']['perplexity'] / whole['perplexity']:.3f}",
+            ]
+        )  # fmt: skip
     state = next(iter(sizes.values()))
     what = (
-        f"{document['model']}, nothing trained, {count(int(length))} tokens: the share of answers that are written,"
-        " with its 95 % interval, and the number of prompts of each kind; the state after"
-        f" {count(state['length'])} tokens, where softmax has {state['original'] / 1e6:.1f} MB;"
-        f" the perplexity of test books over the original's.{_weights(document)}"
+        f"{document['model']}, nothing trained: the share of answers that are written, with its 95 % interval, and the"
+        f" number of prompts of each kind; the state after {count(state['length'])} tokens, where softmax has"
+        f" {state['original'] / 1e6:.1f} MB; the perplexity of test books of {count(int(text_length))} tokens over the"
+        f" original's.{_weights(document)}"
     )
-    return [what, table(["plan", "state", "prompts", *NEEDLES, "perplexity"], rows)]
+    return [what, table(["plan", "state", "tokens", "prompts", *NEEDLES, "perplexity"], rows)]
+
+
+def equal_bytes_table(document: Document) -> str:
+    """Return what states of equal bytes recall as they come and after `calibrate`, and their perplexity."""
+    lines: list[list[object]] = []
+    keys: list[str] = sorted(document[AS_IT_COMES], key=lambda key: int(key.split(" | ")[0]))
+    for key, stage in product(keys, (AS_IT_COMES, CALIBRATED)):
+        row, (size, name) = document.get(stage, {}).get(key), key.split(" | ")
+        if row is None:  # nothing to fit, or not measured
+            continue
+        whole, needles = document[AS_IT_COMES][f"{size} | {ORIGINAL}"], row["recall"]
+        over = math.exp(fmean(row["losses"]) - fmean(whole["losses"]))
+        mean = fmean(found["found"] for found in needles.values())
+        state = f"{document['state_bytes'][key] / 1e3:.1f} kB" if key in document["state_bytes"] else ""
+        first = [state, name, stage if name != ORIGINAL else "", count(row["length"])]
+        lines.append([*first, *(_share(found) for found in needles.values()), f"{mean:.2f}", f"{over:.3f}"])
+    row = document[AS_IT_COMES][keys[0]]
+    what = (
+        f"{document['model']}, all heads alike: the bytes of a layer's state; the share of answers that are written to"
+        f" prompts of that length, with its 95 % interval, {row['samples']} in each cell; their mean; the perplexity"
+        f" of {row['rows']} rows of 2,048 tokens of test books over the original's.{_weights(document)}"
+    )
+    return f"{what}\n\n" + table(["state", "plan", "", "tokens", *row["recall"], "mean", "perplexity"], lines)
 
 
 def recovered_plans_parts(document: Document, chosen: Document, untrained: str) -> list[str]:

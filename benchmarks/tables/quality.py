@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from benchmarks.measure.targets import BOARD_TARGETS
-from benchmarks.result_files import MEAN_OF_VALUES, ORIGINAL, Document
+from benchmarks.result_files import MEAN_OF_VALUES, ORIGINAL, WINDOWS, Document
 from benchmarks.tables.markdown import code, count, options_text, shown, table, with_options
 from hf_linattn.config import make_config
+from hf_linattn.evaluation.paired import mean_score, paired_difference
 
 BASELINES = (ORIGINAL, MEAN_OF_VALUES)
 QUALITY = ("original", "control", "converted", "recovered")
@@ -68,6 +69,25 @@ def retrieval_table(document: Document) -> str:
         f" {rows[0]['num_paragraphs']:,} paragraphs of the test split; in brackets the share of the original's."
     )
     return f"{what}\n\n{table(['model', 'recall@10', 'nearest neighbour from the same article'], lines)}"
+
+
+def long_embeddings_table(document: Document) -> str:
+    """Return how many paragraphs find their article, and how many more than where windows are averaged."""
+    rows = {row["row"]: row for row in document["rows"]}
+    windows, lines = rows[WINDOWS], []
+    right = {name: [float(x) for x in row["right"]] for name, row in rows.items()}
+    for name, row in rows.items():
+        found, than = mean_score(right[name]), paired_difference(name, WINDOWS, right[name], right[WINDOWS])
+        score = f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
+        more = "" if name == WINDOWS else f"{than.value:+.3f} ({than.low:+.3f} to {than.high:+.3f})"
+        known = name if "mechanism" not in row else with_options(row["mechanism"], row["options"])
+        lines.append([known, count(row["length"]), f"{row.get('trained', 0):,}", score, more])
+    what = (
+        f"{document['model']}, {len(windows['right'])} paragraphs of {windows['articles']} articles. In brackets the"
+        " 95 % interval, as if paragraphs of an article were independent."
+    )
+    head = ["reader", "tokens read", "tokens trained", "own article is the nearest", "more than in windows"]
+    return f"{what}\n\n{table(head, lines)}"
 
 
 def usable(document: Document) -> dict[str, str]:

@@ -14,8 +14,15 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
-from benchmarks.studies import choose_plan, hard_key_plans, hard_keys, plan_grid
-from benchmarks.tables.heads import NEEDLES, UNTRAINED, heads_recall_parts, plan_grid_parts, recovered_plans_parts
+from benchmarks.studies import choose_plan, equal_bytes, hard_key_plans, hard_keys, plan_grid
+from benchmarks.tables.heads import (
+    NEEDLES,
+    UNTRAINED,
+    equal_bytes_table,
+    heads_recall_parts,
+    plan_grid_parts,
+    recovered_plans_parts,
+)
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.config import make_config
 from hf_linattn.evaluation.recall import answer_prompts, make_prompts
@@ -24,6 +31,7 @@ from tests.models import make_model
 
 pytestmark = pytest.mark.tools
 LLAMA = "recipes/pretrained/llama"
+HYBRID = {"window_size": 1, "num_sink_tokens": 4, "linear_options": {"feature_dim": 16}}
 
 
 def test_both_precisions_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,3 +271,33 @@ def test_the_grid_has_the_plans_that_were_measured_whole():
     assert [line[0] for line in lines] == ["original", "2 heads"]
     shares = ["2.0 MB", "0.50 (0.25 to 0.75)"]
     assert lines[1][1:3] + lines[1][5:] == [*shares, f"{math.exp(0.375):.3f}", "+0.500", "+0.250"]
+
+
+def test_states_of_as_many_bytes_are_measured_before_and_after_calibration(tmp_path: Path, monkeypatch) -> None:
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    number = 3
+    size = math.floor(equal_bytes.layer_bytes(model, {"hybrid": {**HYBRID, "num_hard_keys": number}}))
+    assert equal_bytes.hard_keys_within(model, HYBRID, size) == number
+    assert equal_bytes.hard_keys_within(model, HYBRID, size - 1) == number - 1
+    for name, value in {"SIZES": {size: 256}, "WINDOWS": {size: 1}, "HYBRID": HYBRID, "LENGTH": 64}.items():
+        monkeypatch.setattr(equal_bytes, name, value)
+    monkeypatch.setattr(equal_bytes, "CALIBRATION_LENGTH", 64)
+    for split in ("validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "return the first " * 300}) + "\n")
+    output = tmp_path / "results.json"
+    equal_bytes.main(LLAMA, tmp_path, 2, 2, "float32", output)
+    document = json.loads(output.read_text())
+    _, *names = [key.split(" | ")[1] for key in document["untrained"]]
+    assert [name.split()[0] for name in names] == ["windows", "delta", "windows"] and "3 hard keys" in names[2]
+    assert all(bytes <= size for key, bytes in document["state_bytes"].items() if "delta" not in key)
+    window, delta, hard = (document["calibrated"][f"{size} | {name}"] for name in names)
+    assert window is None and document["untrained"][f"{size} | {names[1]}"]["losses"] != delta["losses"]
+    assert len(hard["losses"]) == hard["rows"] == 2 and list(hard["recall"]) == ["single_noise", "single_text"]
+    table = equal_bytes_table(document).splitlines()
+    assert len(table) == 2 + 2 + 6 and table[4].startswith("|  | original |  | 256 | ")
+    assert table[4].endswith("| 1.000 |") and f"| {names[0]} | untrained | 256 | " in table[5]
+    before = output.read_text()
+    equal_bytes.main(LLAMA, tmp_path, 2, 2, "float32", output)
+    assert output.read_text() == before, "nothing is measured again"
+    equal_bytes.forget_others(document, {"samples": 2, "rows": 3})
+    assert document["untrained"] == {} and list(document["calibrated"].values()) == [None]
