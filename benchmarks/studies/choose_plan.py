@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import CHOSEN_PLAN_FILE, ORIGINAL, RESULTS, check_same, resume
-from hf_linattn import choose_plan
+from hf_linattn import calibrate, choose_plan
 from hf_linattn.advice.candidates import EVERY, most_layers
 from hf_linattn.advice.trial import patched
 from hf_linattn.atomic_io import write_json
@@ -68,7 +68,7 @@ FAR = {"num_prompts": 2, "lengths": (LONG_LENGTH - 128,), "tasks": TASKS[:2]}  #
 FAR_HEADS = f"{KEEP} heads, prompts of {LONG_LENGTH - 128:,}"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
 BATCH_TOKENS = 8192  # of prompts that are read at once: beyond, on a CPU, copies of the cache cost more than it saves
-TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text
+TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text and, longer ones, for `calibrate`
 MEMORY_LENGTH = 4096
 
 Plan = Any
@@ -106,6 +106,10 @@ class Study:
             part = text[int(place * len(text)) :][: 8 * length]
             rows.append(self.tokenizer(part, return_tensors="pt", verbose=False)["input_ids"][:, :length])
         return rows
+
+    def calibrate(self, model: PreTrainedModel) -> None:
+        """Fit the mechanisms of a converted model to rows of the validation books."""
+        calibrate(model, [{"input_ids": row} for row in self.rows("validation", LENGTH, TEXT_ROWS)], progress=True)
 
     def choose(self, name: str, **options: Any) -> ChosenPlan:
         """Return a plan, chosen unless it was before."""

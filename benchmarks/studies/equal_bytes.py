@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.result_files import AS_IT_COMES, CALIBRATED, EQUAL_BYTES_FILE, ORIGINAL, RESULTS, Document
 from benchmarks.studies.choose_plan import LENGTH, PROMPTS_SEED, Plan, Study, answers_in_equal_rows
-from hf_linattn import calibrate, get_mechanisms
+from hf_linattn import get_mechanisms
 from hf_linattn.advice.trial import patched
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.evaluation import streaming_for
@@ -38,7 +38,6 @@ HYBRID = {"num_sink_tokens": 4, "recall_error": "absolute", "linear_options": {"
 WINDOWS = {98_304: 1, 196_608: 64, 393_216: 256}
 STATE_LENGTH = 4096  # at which bytes are counted
 NEEDLES = ("single_noise", "single_text")
-CALIBRATION_ROWS, CALIBRATION_LENGTH = 4, 2048
 FIRST_KEYS = 64  # of the plan that says what a hard key takes
 
 
@@ -78,8 +77,7 @@ def measure(study: Study, plan: Plan, length: int, samples: int, rows: int, cali
         if calibrated:
             if not what_is_fitted(get_mechanisms(model)):
                 return None
-            text = study.rows("validation", CALIBRATION_LENGTH, CALIBRATION_ROWS)
-            calibrate(model, [{"input_ids": row} for row in text], progress=True)
+            study.calibrate(model)
         found = {}
         for task in NEEDLES:
             prompts = make_prompts(task, study.tokenizer, length, count=samples, seed=PROMPTS_SEED)

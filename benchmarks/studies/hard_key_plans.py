@@ -2,14 +2,15 @@
 
     python -m benchmarks.studies.hard_key_plans SmolLM2-135M-Instruct/ books/      # the JSON under benchmarks/results
 
-Nothing is trained. The heads are the steepest of the first choice of `benchmarks.studies.choose_plan`, whose results
-are read; prompts and rows of text are its too. Beside each plan stands that of windows of equal bytes. `--length`,
-given as often as wanted, says how long the prompts are. Results are written as they come: a run that was stopped goes
-on.
+Nothing is trained; one plan is measured after `calibrate`, too. The heads are the steepest of the first choice of
+`benchmarks.studies.choose_plan`, whose results are read; prompts and rows of text are its too. Beside each plan stands
+that of windows of equal bytes. `--length`, given as often as wanted, says how long the prompts are. Results are
+written as they come: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +20,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import PreTrainedModel
 
-from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
+from benchmarks.result_files import CALIBRATED, CHOSEN_PLAN_FILE, HARD_KEY_PLANS_FILE, ORIGINAL, RESULTS
 from benchmarks.studies.choose_plan import LENGTH, TASKS, Plan, Study, steepest
-from hf_linattn import PatchConfig
+from hf_linattn import PatchConfig, patch_model
 from hf_linattn.advice.trial import patched
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.evaluation.memory import state_bytes_by_length
@@ -30,6 +32,7 @@ from hf_linattn.evaluation.memory import state_bytes_by_length
 NUM_SINK_TOKENS = 4
 HYBRID = {"linear": "hedgehog", "window_size": 64, "num_sink_tokens": NUM_SINK_TOKENS, "recall_error": "absolute"}
 LONGER = {"window_size": 320, "linear_options": {"feature_dim": 16}}  # the bytes of a smaller state go to the window
+LONGER_NAME = f" behind windows of {LONGER['window_size']}"
 PLANS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (5, 128, {}), (5, 256, {}), (9, 256, {}), (5, 96, LONGER),
 )  # exact heads, hard keys in the others, and options of these  # fmt: skip
@@ -69,7 +72,7 @@ def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan]]:
     """Yield each plan with hard keys, and that of equal bytes after it."""
     for kept, number, others in PLANS:
         name = f"{kept} heads, {number} hard keys"
-        name += f" behind windows of {others['window_size']}" if others else ""
+        name += LONGER_NAME if others else ""
         plan = plan_with(record, kept, "hybrid", {**HYBRID, **others, "num_hard_keys": number})
         yield name, plan
         options = equal_window(state_bytes(study, name, plan), record, kept)
@@ -92,11 +95,19 @@ def main(
     """Measure and write the JSON."""
     record = ChosenPlan.from_json(json.dumps(json.loads(chosen.read_text("utf-8"))["choices"][CHOICE])).record
     study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.hard_key_plans")
-    measured = dict(plans(study, record))
+    original = study.model
+    measured: list[tuple[str, PreTrainedModel, Plan]] = [
+        *((name, original, plan) for name, plan in plans(study, record)), (ORIGINAL, original, None),
+    ]  # fmt: skip
+    for name, _, plan in [*measured]:
+        if LONGER_NAME in name:
+            fitted = patch_model(copy.deepcopy(original), plan)
+            study.calibrate(fitted)
+            measured.append((f"{name}, {CALIBRATED}", fitted, None))
     for tokens, task in product(length, TASKS):
-        for name, plan in {**measured, ORIGINAL: None}.items():
+        for name, study.model, plan in measured:
             study.recall(name, plan, task, tokens, samples)
-    for name, plan in {**measured, ORIGINAL: None}.items():
+    for name, study.model, plan in measured:
         study.perplexity(name, plan, LENGTH, rows)
     typer.echo(f"wrote {output}")
 

@@ -152,10 +152,11 @@ def hard_key_plans_parts(document: Document) -> list[str]:
     ((text_length, whole),) = ((key.split(" | ")[1], row) for key, row in texts.items() if key.startswith(ORIGINAL))
     rows = []
     for name, length in sorted(asked, key=lambda cell: int(cell[1])):
+        size = sizes.get(name.removesuffix(f", {CALIBRATED}"))
         found = [recall.get(f"{name} | {task} | {length}") for task in NEEDLES]
         rows.append(
             [
-                name, f"{sizes[name]['patched'] / 1e6:.1f} MB" if name in sizes else "", count(int(length)),
+                name, f"{size['patched'] / 1e6:.1f} MB" if size else "", count(int(length)),
                 ", ".join(dict.fromkeys(str(row["num_samples"]) for row in found if row)),
                 *(_share(row) if row else "" for row in found),
                 f"{texts[f'{name} | {text_length}']['perplexity'] / whole['perplexity']:.3f}",

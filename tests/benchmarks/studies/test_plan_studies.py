@@ -19,6 +19,7 @@ from benchmarks.tables.heads import (
     NEEDLES,
     UNTRAINED,
     equal_bytes_table,
+    hard_key_plans_parts,
     heads_recall_parts,
     plan_grid_parts,
     recovered_plans_parts,
@@ -273,6 +274,31 @@ def test_the_grid_has_the_plans_that_were_measured_whole():
     assert lines[1][1:3] + lines[1][5:] == [*shares, f"{math.exp(0.375):.3f}", "+0.500", "+0.250"]
 
 
+def test_hard_keys_behind_longer_windows_are_measured_before_and_after_calibration(tmp_path: Path, monkeypatch):
+    config = AutoModelForCausalLM.from_pretrained(LLAMA).config
+    counts = [config.num_key_value_heads] * config.num_hidden_layers
+    scores = [[float(10 * layer + head) for head in range(count)] for layer, count in enumerate(counts)]
+    record = replace(RECORD, heads=counts, kept=[[1, 0]], scores=scores, replace=WINDOWED)
+    chosen, output = tmp_path / "chosen.json", tmp_path / "results.json"
+    chosen.write_text(json.dumps({"choices": {"seed 0": json.loads(ChosenPlan.of(record).to_json())}}))
+    for split in ("validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "return the first " * 300}) + "\n")
+    monkeypatch.setattr(hard_key_plans, "PLANS", ((1, 3, hard_key_plans.LONGER),))
+    monkeypatch.setattr(hard_key_plans, "LENGTH", 64)
+    monkeypatch.setattr(choose_plan, "LENGTH", 64)  # of what is calibrated by
+    hard_key_plans.main(LLAMA, tmp_path, 2, 2, [256], "float32", chosen, output)
+    document = json.loads(output.read_text())
+    names = [key.split(" | ")[0] for key in document["perplexity"]]
+    first, window, original, fitted = names
+    assert first == "1 heads, 3 hard keys behind windows of 320"
+    assert (original, fitted) == ("original", f"{first}, calibrated")
+    assert window.startswith("1 heads, windows of ") and len(document["recall"]) == 4 * len(NEEDLES)
+    table = hard_key_plans_parts(document)[1].splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in names]
+    states = [line.split(" | ")[1] for line in table[2:]]
+    assert states[0] == states[3] != states[2] == ""
+
+
 def test_states_of_as_many_bytes_are_measured_before_and_after_calibration(tmp_path: Path, monkeypatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     number = 3
@@ -281,7 +307,7 @@ def test_states_of_as_many_bytes_are_measured_before_and_after_calibration(tmp_p
     assert equal_bytes.hard_keys_within(model, HYBRID, size - 1) == number - 1
     for name, value in {"SIZES": {size: 256}, "WINDOWS": {size: 1}, "HYBRID": HYBRID, "LENGTH": 64}.items():
         monkeypatch.setattr(equal_bytes, name, value)
-    monkeypatch.setattr(equal_bytes, "CALIBRATION_LENGTH", 64)
+    monkeypatch.setattr(choose_plan, "LENGTH", 64)  # of what is calibrated by
     for split in ("validation", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": "return the first " * 300}) + "\n")
     output = tmp_path / "results.json"
