@@ -324,7 +324,7 @@ def test_tables_of_the_unpacked_model_say_so() -> None:
         for name, text in section.findall(page.read_text(encoding="utf-8"))
         if "SmolLM2" in text
     }
-    assert len(found) == 7 and not [place for place, text in found.items() if "4-bit" not in text]
+    assert len(found) == 8 and not [place for place, text in found.items() if "4-bit" not in text]
 
 
 def test_versions_agree() -> None:
