@@ -150,7 +150,7 @@ class Study:
 def main(
     model: Annotated[str, typer.Argument(help="folder or Hub name of an embedding model")],
     wikitext: Annotated[Path, typer.Argument(help="folder with the three files of WikiText-2")],
-    tokens: Annotated[int, typer.Option(help="training tokens of a row, all stages together")] = 1_000_000,
+    tokens: Annotated[int, typer.Option(help="training tokens of a row, beside those that fit it")] = 1_000_000,
     bf16: Annotated[bool, typer.Option(help="train in bfloat16, where the processor has it")] = False,
     row: Annotated[list[str] | None, typer.Option(help="these conversions alone")] = None,
     work: Annotated[Path, typer.Option(help="folder for models")] = Path("runs/long-embeddings"),
