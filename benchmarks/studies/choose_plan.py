@@ -122,14 +122,23 @@ class Study:
 
         return ChosenPlan.from_json(json.dumps(self.keep("choices", name, measure)))
 
+    def answers(self, model: PreTrainedModel, task: str, length: int, samples: int) -> Any:
+        """Return how many prompts of one kind and length a model answers."""
+        limit = position_limit(model)
+        prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED, positions=limit)
+        return recall_rows(answers_in_equal_rows(model, self.tokenizer, prompts))[0]
+
+    def losses(self, model: PreTrainedModel, name: str, length: int, count: int) -> list[float]:
+        """Return a model's loss on each of the rows of the test books."""
+        rows = tqdm(self.rows("test", length, count), desc=f"{name}, text")
+        return [float(token_losses(model, row).losses.mean()) for row in rows]
+
     def recall(self, name: str, plan: Plan, task: str, length: int, samples: int) -> None:
         """Count the right answers of a plan to prompts of one kind and length, again where fewer were asked before."""
 
         def measure() -> Any:
-            limit = position_limit(self.model)
-            prompts = make_prompts(task, self.tokenizer, length, count=samples, seed=PROMPTS_SEED, positions=limit)
             with patched(self.model, plan) as model:
-                return recall_rows(answers_in_equal_rows(model, self.tokenizer, prompts))[0]
+                return self.answers(model, task, length, samples)
 
         cell, results = f"{name} | {task} | {length}", self.found.setdefault("recall", {})
         if cell in results and results[cell]["num_samples"] < samples:
@@ -141,8 +150,7 @@ class Study:
 
         def measure() -> dict[str, Any]:
             with patched(self.model, plan) as model:
-                rows = tqdm(self.rows("test", length, count), desc=f"{name}, text")
-                losses = [float(token_losses(model, row).losses.mean()) for row in rows]
+                losses = self.losses(model, name, length, count)
             loss = sum(losses) / len(losses)
             return {"loss": loss, "perplexity": math.exp(loss), "rows": count, "losses": losses}
 

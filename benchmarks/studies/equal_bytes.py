@@ -19,25 +19,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.result_files import AS_IT_COMES, CALIBRATED, EQUAL_BYTES_FILE, ORIGINAL, RESULTS, Document
-from benchmarks.studies.choose_plan import LENGTH, PROMPTS_SEED, Plan, Study, answers_in_equal_rows
+from benchmarks.studies.choose_plan import LENGTH, TASKS, Plan, Study
 from hf_linattn import get_mechanisms
 from hf_linattn.advice.trial import patched
 from hf_linattn.calibration import what_is_fitted
 from hf_linattn.evaluation import streaming_for
 from hf_linattn.evaluation.memory import state_bytes_by_length
-from hf_linattn.evaluation.next_token import token_losses
-from hf_linattn.evaluation.recall import make_prompts, recall_rows
 
 SIZES = {49_152: 256, 98_304: 512, 196_608: 1024, 393_216: 2048}  # bytes of a layer -> tokens of the prompts
-# of `hybrid`, the window's blocks take half of the bytes; a state of 16 features ranks the keys as one of 128 does
+# of `hybrid`: the window's blocks take about half of the bytes, and the state few, so that hard keys have the rest
 HYBRID = {"num_sink_tokens": 4, "recall_error": "absolute", "linear_options": {"feature_dim": 16}}
 WINDOWS = {98_304: 1, 196_608: 64, 393_216: 256}
 STATE_LENGTH = 4096  # at which bytes are counted
-NEEDLES = ("single_noise", "single_text")
 FIRST_KEYS = 64  # of the plan that says what a hard key takes
 
 
@@ -78,12 +74,8 @@ def measure(study: Study, plan: Plan, length: int, samples: int, rows: int, cali
             if not what_is_fitted(get_mechanisms(model)):
                 return None
             study.calibrate(model)
-        found = {}
-        for task in NEEDLES:
-            prompts = make_prompts(task, study.tokenizer, length, count=samples, seed=PROMPTS_SEED)
-            found[task] = recall_rows(answers_in_equal_rows(model, study.tokenizer, prompts))[0]
-        texts = tqdm(study.rows("test", LENGTH, rows), desc="text")
-        losses = [float(token_losses(model, row).losses.mean()) for row in texts]
+        found = {task: study.answers(model, task, length, samples) for task in TASKS[:2]}
+        losses = study.losses(model, str(plan), LENGTH, rows)
     return {
         "length": length, "plan": plan, "recall": found, "losses": losses, "samples": samples, "rows": rows,
     }  # fmt: skip

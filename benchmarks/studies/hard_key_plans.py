@@ -32,7 +32,6 @@ from hf_linattn.evaluation.memory import state_bytes_by_length
 NUM_SINK_TOKENS = 4
 HYBRID = {"linear": "hedgehog", "window_size": 64, "num_sink_tokens": NUM_SINK_TOKENS, "recall_error": "absolute"}
 LONGER = {"window_size": 320, "linear_options": {"feature_dim": 16}}  # the bytes of a smaller state go to the window
-LONGER_NAME = f" behind windows of {LONGER['window_size']}"
 PLANS: tuple[tuple[int, int, dict[str, Any]], ...] = (
     (5, 128, {}), (5, 256, {}), (9, 256, {}), (5, 96, LONGER),
 )  # exact heads, hard keys in the others, and options of these  # fmt: skip
@@ -68,18 +67,18 @@ def state_bytes(study: Study, name: str, plan: Plan | PatchConfig, length: int =
     return study.keep("state_bytes", name, measure)
 
 
-def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan]]:
-    """Yield each plan with hard keys, and that of equal bytes after it."""
+def plans(study: Study, record: PlanRecord) -> Iterator[tuple[str, ChosenPlan, bool]]:
+    """Yield each plan with hard keys, and that of equal bytes after it; and whether it is calibrated, too."""
     for kept, number, others in PLANS:
         name = f"{kept} heads, {number} hard keys"
-        name += LONGER_NAME if others else ""
+        name += f" behind windows of {others['window_size']}" if others else ""
         plan = plan_with(record, kept, "hybrid", {**HYBRID, **others, "num_hard_keys": number})
-        yield name, plan
+        yield name, plan, bool(others)
         options = equal_window(state_bytes(study, name, plan), record, kept)
         name = f"{kept} heads, windows of {options['window_size']}"
         plan = plan_with(record, kept, "streaming", options)
         state_bytes(study, name, plan)
-        yield name, plan
+        yield name, plan, False
 
 
 def main(
@@ -96,11 +95,10 @@ def main(
     record = ChosenPlan.from_json(json.dumps(json.loads(chosen.read_text("utf-8"))["choices"][CHOICE])).record
     study = Study(model, books, getattr(torch, dtype), output, "benchmarks.studies.hard_key_plans")
     original = study.model
-    measured: list[tuple[str, PreTrainedModel, Plan]] = [
-        *((name, original, plan) for name, plan in plans(study, record)), (ORIGINAL, original, None),
-    ]  # fmt: skip
-    for name, _, plan in [*measured]:
-        if LONGER_NAME in name:
+    measured: list[tuple[str, PreTrainedModel, Plan]] = [(ORIGINAL, original, None)]
+    for name, plan, fits in plans(study, record):
+        measured.append((name, original, plan))
+        if fits:
             fitted = patch_model(copy.deepcopy(original), plan)
             study.calibrate(fitted)
             measured.append((f"{name}, {CALIBRATED}", fitted, None))

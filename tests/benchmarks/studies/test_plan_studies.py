@@ -289,14 +289,14 @@ def test_hard_keys_behind_longer_windows_are_measured_before_and_after_calibrati
     hard_key_plans.main(LLAMA, tmp_path, 2, 2, [256], "float32", chosen, output)
     document = json.loads(output.read_text())
     names = [key.split(" | ")[0] for key in document["perplexity"]]
-    first, window, original, fitted = names
+    original, first, fitted, window = names
     assert first == "1 heads, 3 hard keys behind windows of 320"
     assert (original, fitted) == ("original", f"{first}, calibrated")
     assert window.startswith("1 heads, windows of ") and len(document["recall"]) == 4 * len(NEEDLES)
     table = hard_key_plans_parts(document)[1].splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in names]
     states = [line.split(" | ")[1] for line in table[2:]]
-    assert states[0] == states[3] != states[2] == ""
+    assert states[1] == states[2] != states[0] == ""
 
 
 def test_states_of_as_many_bytes_are_measured_before_and_after_calibration(tmp_path: Path, monkeypatch) -> None:
