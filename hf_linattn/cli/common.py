@@ -155,7 +155,7 @@ def _write(document: Any, file: Path) -> None:
 
 
 def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedModel:
-    """Load the model that this option names, an adapter of this library merged into its base.
+    """Load the model that this option names, an adapter merged into its base.
 
     Raises:
         CheckpointError: it, or the base of an adapter, cannot be read.
@@ -166,9 +166,9 @@ def load(model: str, *, option: str = "model", **options: Any) -> PreTrainedMode
         loaded = load_checkpoint(name, **options)
     if name == model:
         return loaded
-    from ..training.adapter_files import load_adapter
+    from ..training.adapter_files import merge_adapter
 
-    return load_adapter(loaded, model).merge_and_unload()  # type: ignore[no-any-return, operator]
+    return merge_adapter(loaded, model)
 
 
 @contextmanager

@@ -199,6 +199,31 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
     return adapted.train(is_trainable)
 
 
+def merge_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTrainedModel:
+    """Return a model with an adapter merged into its weights: one of this library, or one that PEFT knows.
+
+    Raises:
+        CheckpointError: as `load_adapter`; or its type cannot be merged into weights, as prompt tuning.
+    """
+    with reading("path", path, "give a folder with an adapter, or the name of one on the Hub"):
+        config = PeftConfig.from_pretrained(path)
+    adapted: Any
+    if isinstance(config, AdapterConfig):
+        adapted = load_adapter(model, path)
+    else:
+        try:
+            adapted = PeftModel.from_pretrained(model, path)
+        except (ValueError, RuntimeError) as error:  # none of the modules is there; tensors have other shapes
+            raise _of_another(path, one_line(error)) from error
+        if not hasattr(adapted, "merge_and_unload"):
+            raise CheckpointError(
+                f"path={str(path)!r} is an adapter of type {config.peft_type.value}, which cannot be merged into the"
+                " model's weights; load it with PEFT"
+            )
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into a model."""
     return any(isinstance(part, ADAPTED) for part in model.modules())

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from hf_linattn import patch_model
 from hf_linattn.adapter_config import CONFIG_FILE
+from hf_linattn.hub import load_checkpoint
 from hf_linattn.training.adapter_files import save_adapter
 from hf_linattn.training.adapters import add_adapters
 from tests.helpers import make_tokenizer
@@ -64,6 +66,33 @@ def test_an_adapter_stands_beside_its_base_in_a_suite(folder, tmp_path):
         ))  # fmt: skip
         same = next(other for other in alone["rows"] if other["metric"] == "perplexity")
         assert row[role]["value"] == pytest.approx(same["converted"]["value"], rel=1e-5)
+
+
+def test_an_adapter_of_peft_alone_is_merged_into_the_converted_model_that_it_was_trained_on(folder, tmp_path):
+    def scored(name):
+        return json.loads(answer("eval", name, folder / "text.txt", "--max-length", 32, "--json"))["perplexity"]
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(load_checkpoint(str(folder / "merged")), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "whole")
+    make_tokenizer().save_pretrained(tmp_path / "whole")
+    assert scored(tmp_path / "adapter") == pytest.approx(scored(tmp_path / "whole"), rel=1e-5)
+    assert scored(tmp_path / "adapter") != pytest.approx(scored(folder / "merged"), rel=1e-3)
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(folder, tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(load_checkpoint(str(folder / "base")), config).save_pretrained(tmp_path)
+    said = refuse("eval", tmp_path, folder / "text.txt")
+    assert f"{str(tmp_path)!r} is an adapter of type PROMPT_TUNING, which cannot be merged" in said
+
+
+def test_an_adapter_of_another_model_is_refused(folder, tmp_path):
+    get_peft_model(make_model("gpt2"), LoraConfig(r=2, target_modules=["c_attn"])).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "base_model_name_or_path": str(folder / "base")}))
+    assert f"path={str(tmp_path)!r} belongs to another model: " in refuse("eval", tmp_path, folder / "text.txt")
 
 
 @pytest.mark.parametrize(
