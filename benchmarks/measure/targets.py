@@ -23,8 +23,9 @@ FASTER = {  # times faster than softmax at that length, at least, causal and bid
     "sparse_transformer": 6,
     "hybrid": 15,
     "lsh": 4,
+    "gated_deltanet": 12,
 }
-FASTER_DECODING = {"linear": 20, "performer": 20}
+FASTER_DECODING = {"linear": 20, "performer": 20, "gated_deltanet": 15, "lsh": 8}
 # what a causal mechanism is held to: times faster than FlashAttention, forward and backward
 FASTER_THAN_FLASH = {"linear": (8, 4), "hedgehog": (4, 2), "hybrid": (4, 2)}
 STEP_MICROSECONDS = 30  # of a decoding step, at most
