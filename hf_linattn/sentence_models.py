@@ -65,6 +65,17 @@ def is_sentence_model(option: str, name: str) -> bool:
     )
 
 
+def encoder_folder(option: str, name: str) -> str:
+    """Return where in a folder, or a model of the Hub, config and weights lie: empty, or a subfolder of modules.json.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    if not is_sentence_model(option, name):
+        return ""
+    return str(_read_json(option, name, MODULES_FILE)[0].get("path", ""))
+
+
 def pair_activation(option: str, name: str) -> str | None:
     """Return what a `CrossEncoder` computes of its logits, a name of a class; None: the folder says nothing of it.
 
@@ -143,6 +154,12 @@ class SentenceModel:
             raise UnsupportedModelError(
                 f"{option}={name!r} has the modules {', '.join(kinds)}; what is converted is a {ENCODER}, then"
                 f" Pooling, and after it any of {', '.join(KNOWN[1:])}"
+            )
+        if "message" in self._whole[0].modality_config or self._whole[0].processing_kwargs:
+            raise UnsupportedModelError(
+                f"{option}={name!r} reads texts through the chat template of its tokenizer, or with processing_kwargs"
+                " of its own, which is not supported; save it with tokenizer.chat_template = None and without"
+                " processing_kwargs, if that is how it was trained"
             )
         given = self._whole.prompts
         self.prompt = given.get(self._whole.default_prompt_name) or ""

@@ -103,7 +103,7 @@ def run(wanted: Wanted) -> Done:
     if model.main_input_name == "input_ids" and not any(map(tokenizer_of, beside.values())):
         note(without_tokenizer("model", wanted.model))
     patch_model(model, plan, cross_attention=across)
-    length, batches, fitted = state_length(model, wanted), rows_to_fit(model, wanted, texts), None
+    length, batches, fitted = state_length(model, wanted), rows_to_fit(model, wanted, texts, modules), None
     if named is None:  # the search comes when all else is known to be right with what replaces heads
         unpatch_model(model)
         plan = wanted.plan.choose(model, wanted.model, wanted.progress)
@@ -164,7 +164,9 @@ def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
     return extended, modules
 
 
-def rows_to_fit(model: PreTrainedModel, wanted: Wanted, texts: Sequence[str]) -> list[dict[str, Any]]:
+def rows_to_fit(
+    model: PreTrainedModel, wanted: Wanted, texts: Sequence[str], modules: SentenceModel | None
+) -> list[dict[str, Any]]:
     """Return the batches that the new attention is fitted on; none if it is not asked for.
 
     Raises:
@@ -178,7 +180,7 @@ def rows_to_fit(model: PreTrainedModel, wanted: Wanted, texts: Sequence[str]) ->
 
     if not what_is_fitted(get_mechanisms(model)):
         raise OptionError("calibrate: this attention has nothing of its own that could be fitted; leave calibrate out")
-    tokenizer = read_tokenizer("model", wanted.model)
+    tokenizer = read_tokenizer("model", wanted.model) if modules is None else modules.tokenizer
     return calibration_batches(model, tokenizer, texts, tokens=wanted.calibration_tokens)
 
 

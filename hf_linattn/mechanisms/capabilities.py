@@ -18,15 +18,19 @@ class ExactnessLimit:
         equal: for an input of this length, the options with which it equals softmax attention.
         converging: (option, (few, many), rate): its error falls as option^-rate.
         kernel: it is kernel attention: never softmax, but exactly what its `weights` say.
+        length: the most tokens on which such options equal it; None: `window_size`, if that is what `equal` chooses.
     """
 
     text: str
     equal: Callable[[int], dict[str, Any]] | None = None
     converging: tuple[str, tuple[int, int], float] | None = None
     kernel: bool = False
+    length: Callable[[Any], int] | None = None
 
     def window(self, config: Any) -> int | None:
-        """Return `window_size` of a mechanism that equals softmax on inputs no longer than it; None of any other."""
+        """Return the most tokens of inputs on which options equal softmax, as in a window; None where they do not."""
+        if self.length is not None:
+            return self.length(config)
         size = getattr(config, "window_size", None)
         if size is None or self.equal is None or self.equal(size) != {"window_size": size}:
             return None

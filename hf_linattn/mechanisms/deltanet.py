@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops import reference
 from ..ops.common.numerics import bounded
+from ..ops.common.precision import wide
 from ..ops.common.tracing import scaled
 from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.linear.torch import unit_length
@@ -108,12 +109,13 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
 
     def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what keys [B, Hkv, N, D] write, anywhere: unit features, beta [B, Hkv, N], log g or None."""
-        key = bounded(key)
+        key = bounded(wide(key))
         features = unit_length(self.maps[1](key).values)
         return features, self._beta(key, None), self.gate(key) if self.config.gate else None
 
     def query_entries(self, query: Tensor, position: Tensor) -> Tensor:
         """Return what queries [B, Hkv, G, N, D] read the state with, anywhere: unit features times s."""
+        query = wide(query)
         scale = bounded(self.output_scale.to(query.dtype)).view(query.shape[1], -1, 1, 1)
         return unit_length(self.maps[0](bounded(query)).values) * scale
 
@@ -125,10 +127,11 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """A_ij = s q_i . p_j with p_i = beta_i k_i, which loses beta_l k_l (k_l . p_i) to every later token l."""
+        dtype, query, key = key.dtype, wide(query), wide(key)
         query_map, key_map = self.maps
         queries = unit_length(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
         keys = unit_length(key_map.exact(key))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         gates = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]) if self.config.gate else None
         matrix = reference.delta_rule_matrix(queries, keys, *gates).flatten(1, 2)
-        return matrix * allowed * self.output_scale.to(key.dtype)[:, None, None]
+        return (matrix * allowed * self.output_scale.to(key.dtype)[:, None, None]).to(dtype)

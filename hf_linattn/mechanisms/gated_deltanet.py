@@ -15,6 +15,7 @@ from ..config import MechanismConfig, require, require_count
 from ..errors import UnsupportedModeError, UnsupportedModelError
 from ..ops import reference
 from ..ops.common.numerics import bounded
+from ..ops.common.precision import wide
 from ..ops.common.tracing import scaled
 from ..ops.delta_rule.interface import gated_delta_rule
 from ..ops.delta_rule.types import FeatureMap
@@ -27,6 +28,7 @@ from .registration import register_mechanism
 from .sequence import SequenceMechanism
 
 CHOICES = {"rotation": ("undone", "kept"), "normalisation": ("l2", "softmax", "silu"), "gate_input": ("key", "hidden")}
+LEAST_DECAY = 1e-30  # of a token; float32 holds no number far below
 SLOWER = 4  # by what each further memory of a head forgets more slowly than the one before
 LEAST_SQUARE = 1e-6  # added to the mean square that an output is divided by
 
@@ -173,7 +175,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
         if rotation is not None and (obstacle := rotation.obstacle(layer.head_dim, layer.device)):
             raise UnsupportedModelError(
                 f"rotation='undone' turns keys and queries back, which layer {layer.index} does not allow: {obstacle};"
-                " use rotation='kept'"
+                " use rotation='kept', of hybrid in linear_options"
             )
 
     @property
@@ -195,7 +197,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
     def _forget_bias(self, decay: Tensor) -> Tensor:
         """Return the bias [M] with which -log a is `decay` [Hkv] in the first memory of a head, less in the others."""
         slower = torch.arange(self.config.expand_value, device=decay.device, dtype=decay.dtype)
-        return inverse_softplus(decay[:, None] * SLOWER**-slower).flatten()
+        return inverse_softplus((decay[:, None] * SLOWER**-slower).clamp(min=LEAST_DECAY)).flatten()
 
     def prepare(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, call: CallOptions = PLAIN
@@ -244,6 +246,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
 
     def key_entries(self, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what keys [B, Hkv, N, D] at positions [B or 1, Hkv or 1, N] write: unit features, b and log a."""
+        key = wide(key)
         position = position.clamp(min=0).expand(key.shape[:3])
         key = self._plain(key.flatten(0, 1)[:, None], position.flatten(0, 1)).view_as(key)
         log_gate, beta = self._gates(key, None, None)
@@ -251,6 +254,7 @@ class GatedDeltanetMechanism(SequenceMechanism):
 
     def query_entries(self, query: Tensor, position: Tensor) -> Tensor:
         """Return what queries [B, Hkv, G, N, D] at positions [B or 1, N] read with: unit features times s."""
+        query = wide(query)
         query = self._plain(query.flatten(1, 2), position.clamp(min=0)).view_as(query)
         scale = self._factor(query, None).view(query.shape[1], -1, 1, 1)
         return unit_length(self._features(query, self.query_directions)) * scale
@@ -312,21 +316,22 @@ class GatedDeltanetMechanism(SequenceMechanism):
                 "output_norm=True divides outputs by their size, for which the attention matrix needs the values; pass"
                 " value=... to attention_matrix"
             )
-        return self._matrix(query, key, allowed, call.hidden_states) * self._factor(key, call.hidden_states)
+        matrix = self._matrix(query, key, allowed, call.hidden_states)
+        return (matrix * self._factor(wide(key), call.hidden_states)).to(key.dtype)
 
     def weights_given(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
         matrix = self._matrix(query, key, allowed, call.hidden_states)
         if self.config.output_norm:
-            size = reference.attend(matrix, value).square().mean(-1, keepdim=True)
+            size = reference.attend(matrix, wide(value)).square().mean(-1, keepdim=True)
             matrix = matrix / (size + LEAST_SQUARE).sqrt()
-        return matrix * self._factor(key, call.hidden_states)
+        return (matrix * self._factor(wide(key), call.hidden_states)).to(key.dtype)
 
     def _matrix(self, query: Tensor, key: Tensor, allowed: Tensor, hidden: Tensor | None) -> Tensor:
         """A_ij = q_i . p_j with p_j = b_j k_j, which loses a_l and b_l k_l (k_l . p_j) to every later token l."""
         position = reference.positions(allowed)[:, 0].clamp(min=0)
-        query, key = (self._plain(x, position) for x in (query, key))
+        query, key = (self._plain(wide(x), position) for x in (query, key))
         query, key = (_mixed(x, u, allowed) for x, u in ((query, self.query_taps), (key, self.key_taps)))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         log_gate, beta = self._gates(key, hidden, real)

@@ -16,9 +16,10 @@ from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
-from ..ops.common.precision import accum_dtype
+from ..ops.common.precision import accum_dtype, wide
 from ..ops.hybrid.interface import HYBRID
 from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
+from ..ops.linear.types import CHUNK_SIZE
 from ..registry import MECHANISMS
 from .base import Mechanism
 from .capabilities import ExactnessLimit
@@ -96,20 +97,34 @@ class HybridConfig(SoftmaxTypeConfig):
         """Whether what lies beyond the window is a state by the delta rule."""
         return issubclass(MECHANISMS.get(self.linear), DELTA_RULES)
 
+    @property
+    def exact_length(self) -> int:
+        """The most tokens of a sequence on which this equals softmax; in blocks keys leave later than the window says.
+        """
+        if not (self.num_hard_keys or self.by_delta_rule):
+            return self.window_size
+        kept = self.num_hard_keys and (self.num_hard_keys + self.num_sink_tokens) // CHUNK_SIZE
+        return CHUNK_SIZE * (1 + math.ceil((self.window_size - 1) / CHUNK_SIZE) + kept)
+
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
 
 
-def require_far(linear: object, *bases: type[Mechanism]) -> None:
-    """Raise `OptionError` unless a mechanism is on one of these bases and makes outputs as that does."""
+def far_mechanisms(*bases: type[Mechanism]) -> dict[str, list[str]]:
+    """Return, for each mechanism on these bases, its own methods for outputs; with none it fits beside a window."""
     kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-    own = {
+    return {
         name: own_outputs(kind, base)
         for name, kind in kinds.items()
         for base in bases
         if issubclass(kind, base) and getattr(kind, "decays_by_distance", True)
     }
+
+
+def require_far(linear: object, *bases: type[Mechanism]) -> None:
+    """Raise `OptionError` unless a mechanism is on one of these bases and makes outputs as that does."""
+    own = far_mechanisms(*bases)
     fitting = [name for name, methods in own.items() if not methods]
     why = [f"; its own {' and '.join(own[name])} would never be called" for name in own if name == linear]
     require("linear", linear, linear in fitting, f"one of {', '.join(fitting)}{''.join(why)}")
@@ -138,10 +153,11 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     the w = ceil((`window_size` - 1) / 64) before it. The keys of the block that leaves it, sinks aside, and the hard
     keys there are, are ranked by |v - S k| / |v|, S k the normalised read-out at phi(k) of the state before. With
     `recall_error="absolute"` it is by |v - S k|, as in the paper, which keeps fewer keys of small values. The M
-    with the largest errors are the hard keys from there on; the others enter the state, where their distance is that
-    of their positions. So the queries of a block see one state and one set of hard keys. Prefill, steps, padding and
-    packing make the same choices, which have no gradient; the definition in full is that of
-    `hf_linattn.ops.hybrid.hard_keys`. The state has the last 64 (w + 1) tokens, and M keys with values and positions.
+    with the largest errors to 12 bits, the first among equals, are the hard keys from there on; the others enter the
+    state, where their distance is that of their positions. So the queries of a block see one state and one set of
+    hard keys. Prefill, steps, padding and packing make the same choices, which have no gradient; the definition in
+    full is that of `hf_linattn.ops.hybrid.hard_keys`. The state has the last 64 (w + 1) tokens, and M keys with
+    values and positions.
 
     With `linear="deltanet"` or `"gated_deltanet"` the state is that of the delta rule, written in the order in which
     keys leave, in the same blocks, with or without hard keys. It has no weights and no g_h: o_i = (1 - c_h) n_i +
@@ -164,7 +180,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     takes_half = True
     backends = ("auto", "torch", "compile", "triton")
     limit = ExactnessLimit(
-        "softmax attention if window_size is at least the length", equal=lambda length: {"window_size": length}
+        "softmax attention if window_size is at least the length",
+        equal=lambda length: {"window_size": length},
+        length=lambda config: config.exact_length,
     )
     citation = "Zhang et al. 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv 2410.10254"
     family = "window and linear"
@@ -174,6 +192,13 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
 
     def __init__(self, config: HybridConfig, layer: AttentionLayer):
         super().__init__(config, layer)
+        if layer.mode not in MECHANISMS.get(config.linear).modes:
+            fitting = [name for name, own in far_mechanisms(LinearMechanism, *DELTA_RULES).items() if not own]
+            able = [name for name in fitting if layer.mode in MECHANISMS.get(name).modes]
+            raise UnsupportedModeError(
+                f"linear={config.linear!r} of hybrid has no {layer.mode} form, which layer {layer.index} needs; use"
+                f" one of {', '.join(able)}"
+            )
         linear = config.linear_config()
         if isinstance(linear, FeatureMapConfig) and linear.feature_dim is None:
             kind = FEATURE_MAPS.get(linear.feature_map)
@@ -332,7 +357,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
         if self.in_blocks:
-            return matrix_in_blocks(self, query, key, value, allowed, call)
+            return matrix_in_blocks(self, wide(query), wide(key), wide(value), allowed, call).to(key.dtype)
         sinks = allowed.long().cumsum(-1) <= self.config.num_sink_tokens
         exact = (reference.distances(allowed) < self.config.window_size) | sinks
         return self.weights_beside(exact, query, key, allowed, call)

@@ -84,8 +84,8 @@ class Gates:
         if max(lengths) <= self.window:
             name = next(iter(self.mechanisms.values())).config.mechanism
             raise DataError(
-                f"{longest} has {max(lengths)} tokens, on which {name!r} with window_size={self.window} equals"
-                f" softmax, so that no head differs from another; give longer {longer}, or a smaller window_size"
+                f"{longest} has {max(lengths)} tokens, and up to {self.window} of them {name!r} equals softmax, so"
+                f" that no head differs from another; give longer {longer}, or a smaller window_size"
             )
         return [example for example, length in zip(examples, lengths, strict=True) if length > self.window]
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..config import make_config, require, require_known
 from ..console_table import console_table
-from ..errors import UnsupportedModeError
+from ..errors import HfLinattnError, UnsupportedModeError
 from ..mechanisms import MECHANISMS, Mechanism
 from .cross import CROSS_INVARIANTS
 from .expectations import InvariantError
@@ -97,7 +97,7 @@ def checks_of(
         if architecture in CROSS_ARCHITECTURES and "cross" in modes
         for name in CROSS_INVARIANTS
     ]
-    return across + [
+    checks = across + [
         Check(Case(mechanism, architecture, mode == "causal", options), name)
         for architecture in architectures
         for mode in modes_of(architecture)
@@ -105,6 +105,19 @@ def checks_of(
         for name in INVARIANTS
         if mode == "causal" or name not in CAUSAL_ONLY
     ]
+    can_be = {(x.case.architecture, x.case.mode): _can_be(x.case) for x in checks} if options else {}
+    return [x for x in checks if can_be.get((x.case.architecture, x.case.mode), True)] or checks
+
+
+def _can_be(case: Case) -> bool:
+    """Return whether options leave a mechanism this mode; what else is wrong with them is for the checks to say."""
+    try:
+        case.make()
+    except UnsupportedModeError:
+        return False
+    except HfLinattnError:
+        return True
+    return True
 
 
 def check_mechanism(

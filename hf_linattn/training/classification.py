@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn.config import require_finite
+from hf_linattn.config import require, require_finite
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL, SINGLE, chosen_metrics, label_scores
@@ -30,15 +31,16 @@ from hf_linattn.training.base_task import Task, TextEncoder, refuse, refuse_chos
 from hf_linattn.training.columns import CLASSES, NUMBERS
 from hf_linattn.training.data import TrainingData, text_splits
 from hf_linattn.training.heads import check_classes
-from hf_linattn.training.labels import by_name, check_names, check_several, class_numbers
+from hf_linattn.training.labels import by_name, check_names, check_several, class_numbers, numbers_of
 
+logger = logging.getLogger(__name__)
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class SequenceClassification(Task):
     """A text, cut to `block_size` tokens, predicts its class; rows are padded to the longest of their batch.
 
-    Labels are class numbers, or names that the model's `config.label2id` knows. With a `text_pair_column` a row holds
+    Labels are class numbers, or names that the model's config knows. With a `text_pair_column` a row holds
     two texts, cut together, with token types where the model has them. Its perplexity is that of the classes, exp of
     the mean negative log-likelihood of the right one; the score also has the metrics that were chosen.
     """
@@ -73,9 +75,9 @@ class SequenceClassification(Task):
     def rows(self, splits: DatasetDict, encoder: TextEncoder, model: PreTrainedModel, max_tokens: int) -> TrainingData:
         config: Any = model.config
         data, collator = encoder.options, PaddingCollator.of(encoder.tokenizer, config)
-        check_names(splits, config.label2id)
+        check_names(splits, numbers_of(config))
         for texts in splits.values():  # whole ones: a label beyond the limits shows a mistake, too
-            self.numbers(by_name(texts, config.label2id), config)
+            self.numbers(by_name(texts, numbers_of(config)), config)
         limits = {"train": max_tokens, "validation": data.max_validation_tokens}
         rows = {}
         for name, limit in limits.items():
@@ -91,6 +93,8 @@ class SequenceClassification(Task):
         if "test" in splits:  # now, and not after hours
             test = self.encode(data.tested(splits["test"]), encoder, config, "test")
             check_several("test", test["labels"][:], "shuffle the test texts, or raise max_test_documents")
+        limit = encoder.tokenizer.model_max_length
+        encoder.tokenizer.model_max_length = max(limit, data.block_size)  # what is saved reads what was trained on
         given: Any = data.class_weights  # numbers by now, or a word
         weights = class_weights(given, rows["train"]["labels"][:], config)
         return TrainingData(**rows, collator=collator, evaluation_collator=collator, class_weights=weights)
@@ -101,7 +105,7 @@ class SequenceClassification(Task):
         Raises:
             DataError: a label that the model does not have, or a text of which no token is left.
         """
-        labels = self.numbers(by_name(texts, config.label2id), config)
+        labels = self.numbers(by_name(texts, numbers_of(config)), config)
         pairs = [second or "" for second in texts["text_pair"]] if "text_pair" in texts.column_names else None
         encoded = encoder.tokenizer(
             list(texts["text"]), pairs, truncation=True, max_length=encoder.options.block_size, verbose=False,
@@ -118,7 +122,7 @@ class SequenceClassification(Task):
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[Any]:
         """Return labels as the model's loss takes them."""
-        return class_numbers(labels, config.label2id, config.num_labels)
+        return class_numbers(labels, numbers_of(config), config.num_labels)
 
     def score(
         self, model: PreTrainedModel, encoder: TextEncoder, test: Dataset, batch_size: int,
@@ -197,7 +201,7 @@ class SeveralLabels(SequenceClassification):
     label_kinds = ("a list",)
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[Any]:
-        known, count = config.label2id, config.num_labels
+        known, count = numbers_of(config), config.num_labels
         missing, rows = sum(given is None for given in labels), []
         if missing:
             raise DataError(
@@ -264,6 +268,12 @@ class Regression(SequenceClassification):
                 " the original alone teach it, in the recipe distill with kl_weight 1, ce_weight 0 and control none;"
                 " or save it with activation_fn torch.nn.Identity(), if its labels are what the model gives without"
             )
+        if activation is not None and not activation.endswith(".Identity"):
+            rates = arguments.recipe.learning_rates or ()
+            expected = "one rate, as the error from labels, without the activation, cannot choose"
+            require("learning_rates", rates, len(rates) < 2, expected)
+            logger.info("the last weights are kept: validation has the error from labels, without the activation")
+            arguments.training.load_best_model_at_end = False
 
     def numbers(self, labels: Sequence[Any], config: Any) -> list[float]:
         missing = sum(label is None or label != label for label in labels)

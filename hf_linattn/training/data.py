@@ -9,6 +9,7 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 from __future__ import annotations
 
 import glob
+import logging
 import math
 import os
 import zlib
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from datasets import logging as datasets_logging
 from datasets.exceptions import DatasetGenerationError
 from tqdm.auto import tqdm
@@ -29,7 +30,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from hf_linattn.errors import DataError, did_you_mean
 from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
 from hf_linattn.reading import one_line, reading, require_file
-from hf_linattn.training.columns import CLASSES, check_columns
+from hf_linattn.training.columns import CLASSES, NUMBERS, check_columns
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
 from hf_linattn.training.file_types import FILE_BUILDERS
@@ -38,6 +39,8 @@ from hf_linattn.training.file_types import FILE_BUILDERS
 IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 HELD_OUT_SHARE = 0.05
 TOKENIZED_AT_ONCE = 64
+ONE_TYPE = {"large_string": "string", "bool": "int64", "int32": "int64", "float32": "float64", "double": "float64"}
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -301,10 +304,24 @@ def text_of(
     columns = {option.removesuffix("_column"): column for option, column in named.items()}
     dataset = dataset.with_format(None).select_columns(list(columns.values()))
     dataset = dataset.rename_columns({column: name for name, column in columns.items() if column != name})
+    given_rows, dataset = len(dataset), with_one_type(dataset, label_kinds)
     dataset = dataset.filter(lambda text: bool(text and (conversations or text.strip())), input_columns="text")
     if not len(dataset):
         raise DataError(f"{place} holds no text in column {text_column!r}")
+    if dropped := given_rows - len(dataset):
+        logger.warning("%s: %d of %d rows have no text and are left out", place, dropped, given_rows)
     return dataset
+
+
+def with_one_type(dataset: Dataset, label_kinds: Sequence[str]) -> Dataset:
+    """Return rows whose columns have the types that those of any other file have, so that they can be joined."""
+    types = ONE_TYPE | ({"int64": "float64"} if label_kinds is NUMBERS else {})
+
+    def of(feature: Any) -> Any:
+        return Value(types.get(feature.dtype, feature.dtype)) if type(feature) is Value else feature
+
+    features = Features({name: of(feature) for name, feature in dataset.features.items()})
+    return dataset if features == dataset.features else dataset.cast(features)
 
 
 def _hold_out(train: Dataset, split: str) -> tuple[Dataset, Dataset]:

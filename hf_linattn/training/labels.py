@@ -12,6 +12,11 @@ from torch import Tensor
 from hf_linattn.errors import DataError, did_you_mean
 
 
+def numbers_of(config: Any) -> dict[str, int]:
+    """Return the number of each class by its name; a config that was given `id2label` alone has no `label2id`."""
+    return config.label2id or {name: number for number, name in (config.id2label or {}).items()}
+
+
 def names_of(texts: Dataset) -> list[str]:
     """Return the names that a data set has for the numbers of its classes; none, where it has none."""
     column = texts.features["label"]
@@ -61,6 +66,13 @@ def class_numbers(labels: Sequence[int | str], known: Mapping[str, int], count: 
     >>> class_numbers(["good", "bad", 1], {"bad": 0, "good": 1}, 2)
     [1, 0, 1]
     """
+    for label in {*labels}:
+        named = None if isinstance(label, str) or label is None else known.get(str(int(label)))
+        if named is not None and named != label:
+            raise DataError(
+                f"label {label!r} may be class {label!r} or the class with this name, number {named}; give names as"
+                " strings, as rows of .jsonl can, or the model other names"
+            )
     numbers = [known.get(label) if isinstance(label, str) else label for label in labels]
     for label, number in zip(labels, numbers, strict=True):
         if number is None or not 0 <= number < count:

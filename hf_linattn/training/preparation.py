@@ -282,7 +282,8 @@ def settle_windows(arguments: Arguments, task: Task, table: int | None) -> None:
     longest = max(data.block_size, distillation.long_block_size or 0)
     if data.document_window is None and table is not None and longest > table and model_options.max_positions:
         pairs = task.joins_pairs and data.text_pair_column
-        refuse("text_pair_column", pairs, f"pairs of more than {table} tokens have no windows")
+        whole = "document_window 0 has the original read them whole, its table extended"
+        refuse("text_pair_column", pairs, f"pairs of more than {table} tokens have no windows; {whole}")
         data.document_window = table
     if data.document_window:
         fits = data.document_window <= (table or math.inf)

@@ -18,6 +18,7 @@ from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_m
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation.document_windows import DocumentWindows, windows_for
 from hf_linattn.evaluation.next_token import TokenLosses, even_places
+from hf_linattn.sentence_models import encoder_folder
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
 from hf_linattn.training.finetuning import validation_loss
@@ -73,7 +74,8 @@ class TrainingRun:
     @cached_property
     def saved_dtype(self) -> torch.dtype | None:
         """The dtype of the checkpoint that is converted, which its results have too; None: it does not say."""
-        return AutoConfig.from_pretrained(self.arguments.model.model_name_or_path).dtype
+        name: Any = self.arguments.model.model_name_or_path
+        return AutoConfig.from_pretrained(name, subfolder=encoder_folder("model_name_or_path", name)).dtype
 
     def steps(self, tokens: int) -> int:
         """Return how many whole optimizer steps `tokens` are."""

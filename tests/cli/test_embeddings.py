@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 import hf_linattn
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.sentence_models import CONFIG_FILE, is_sentence_model
+from hf_linattn.sentence_models import CONFIG_FILE, MODULES_FILE, TRANSFORMER_FILE, encoder_folder, is_sentence_model
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.test_embeddings import in_windows, scores
@@ -119,3 +120,31 @@ def test_other_kinds_of_sentence_transformers_are_refused_by_name(folder, tmp_pa
         refuse("convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear").split()
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_in_a_folder_of_its_own_is_converted_and_fitted(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "old")
+    (tmp_path / "old/0_Transformer").mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", TRANSFORMER_FILE):
+        (tmp_path / "old" / file).rename(tmp_path / "old/0_Transformer" / file)
+    modules = json.loads((tmp_path / "old" / MODULES_FILE).read_text())
+    modules[0]["path"] = "0_Transformer"
+    (tmp_path / "old" / MODULES_FILE).write_text(json.dumps(modules))
+    (tmp_path / "book.txt").write_text("w5 w6 w7 w8 w9 " * 40)
+    for name in ("model", "old"):
+        place = (folder if name == "model" else tmp_path) / name
+        fit = "--mechanism", "hedgehog", "--calibrate", tmp_path / "book.txt"
+        answer("convert", place, tmp_path / f"{name}-hedgehog", *fit)
+    same, other = (load_file(tmp_path / f"{name}-hedgehog/model.safetensors") for name in ("model", "old"))
+    assert same.keys() == other.keys() and all(torch.equal(same[key], other[key]) for key in same)
+    assert encoder_folder("model", str(tmp_path / "old")) == "0_Transformer"
+
+
+def test_texts_that_a_chat_template_renders_are_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "chat")
+    whole = SentenceTransformer(str(tmp_path / "chat"), device="cpu")
+    whole.tokenizer.chat_template = "{% for m in messages %}w5 {{ m.content }}{% endfor %}"
+    whole[0].modality_config["message"] = {"method": "forward", "method_output_name": "last_hidden_state"}
+    whole.save_pretrained(str(tmp_path / "chat"))
+    said = refuse("convert", tmp_path / "chat", tmp_path / "out", "--mechanism", "linear")
+    assert "reads texts through the chat template of its tokenizer" in said

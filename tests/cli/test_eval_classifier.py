@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,27 @@ def test_numbers_are_scored_by_their_correlation(folder):
     columns = "--text_column", "body", "--label_column", "score"
     found = json.loads(answer("eval", folder / "number", folder / "numbers.csv", *columns, "--json"))
     assert [*found][-2:] == ["pearson", "spearman"] and -1 <= found["spearman"] <= 1
+
+
+def test_files_of_several_formats_are_one_set(folder, tmp_path):
+    (tmp_path / "two.csv").write_text("text,label\n" + "".join(f"{TEXTS[i]},{LABELS[i]}\n" for i in range(4, 7)))
+    (tmp_path / "whole.jsonl").write_text('{"text": "w5 w6", "label": 1}\n')
+    (tmp_path / "half.jsonl").write_text('{"text": "w7 w8", "label": 0.5}\n')
+    both = (folder / "one.jsonl", folder / "two.jsonl"), (folder / "one.jsonl", tmp_path / "two.csv")
+    found, mixed = (json.loads(answer("eval", folder / "converted", *files, "--json")) for files in both)
+    assert found == mixed
+    numbers = tmp_path / "whole.jsonl", tmp_path / "half.jsonl"
+    assert json.loads(answer("eval", folder / "number", *numbers, "--json"))["num_texts"] == 2
+
+
+def test_names_of_classes_that_only_their_numbers_lead_to(folder, tmp_path):
+    config = json.loads((folder / "converted" / "config.json").read_text())
+    shutil.copytree(folder / "converted", tmp_path / "unnamed")
+    del config["base_config"]["label2id"]
+    (tmp_path / "unnamed" / "config.json").write_text(json.dumps(config))
+    files = folder / "one.jsonl", folder / "two.jsonl", "--json"
+    found, named = (json.loads(answer("eval", x, *files)) for x in (tmp_path / "unnamed", folder / "converted"))
+    assert {**found, "model": ""} == {**named, "model": ""}
 
 
 @pytest.mark.parametrize(

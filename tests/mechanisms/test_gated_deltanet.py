@@ -332,6 +332,11 @@ def test_the_input_is_asked_for_by_the_name_of_the_option():
         type(mechanism)(make_config("gated_deltanet", {"output_gate": True}), replace(layer, hidden_size=None))
 
 
+def test_many_memories_forget_as_slowly_as_float32_can_say():
+    mechanism = Case("gated_deltanet", "llama", True, {"expand_value": 90}).make(torch.float32)
+    assert mechanism.forget.bias.isfinite().all()
+
+
 def test_norms_need_the_values():
     mechanism, (query, key, _) = make({"output_norm": True}), Case("gated_deltanet", "llama", True).heads(9)
     with pytest.raises(UnsupportedModeError, match=r"output_norm=True .* needs the values; pass value="):

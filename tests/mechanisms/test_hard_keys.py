@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_linattn import OptionError, UnsupportedModeError, patch_model
+from hf_linattn import OptionError, UnsupportedModeError, patch_model, set_backend
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms.deltanet import DeltanetMechanism
 from hf_linattn.ops import reference
@@ -258,6 +258,47 @@ def test_a_key_whose_value_no_other_has_is_kept_and_the_first_of_equals_are():
     assert 150 in state.hard_position[0, 1] and 150 not in state.hard_position[1]
     _, first = case.make()(*(x[:, :, :129] for x in (query, key, value)))
     assert first.hard_position.flatten(0, 1).tolist() == [[0, 1]] * 4
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("error", ["relative", "absolute"])
+def test_steps_through_a_model_choose_as_a_prompt_does_where_tokens_repeat(error, backend):
+    """Projections of a prompt and of a token are rounded apart, so equal tokens are recalled equally but for that."""
+    options = {**SIZES, "linear": "gated_deltanet", "recall_error": error}
+    model = set_backend(patch_model(make_model("llama", std=0.4), "hybrid", **options), backend)
+    ids = make_tokens(1, 7, seed=3).repeat(1, 40)
+    with torch.no_grad():
+        whole, out, steps = model(ids, use_cache=False).logits, None, []
+        for i in range(ids.shape[1]):
+            out = model(ids[:, i : i + 1], past_key_values=out and out.past_key_values, use_cache=True)
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("hard", "window"), [(0, 9), (6, 9), (64, 70), (253, 64)])
+def test_the_length_up_to_which_it_equals_softmax(hard, window):
+    linear = "deltanet" if not hard else "hedgehog"
+    options = {"linear": linear, **SIZES, "window_size": window, "num_hard_keys": hard}
+    case = Case("hybrid", "llama", True, options)
+    mechanism = case.make(torch.float64)
+    longest = mechanism.limit.window(mechanism.config)
+    heads = case.heads(longest + BLOCK, batch=1)
+    query, key, value = heads
+    output = mechanism(*heads)[0]
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    softmax = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=mechanism.layer.scaling)
+    differs = (output - softmax).abs().amax((0, 1, 3)) > 1e-9
+    assert not differs[:longest].any() and differs[longest]
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "hybrid"])
+def test_the_matrix_of_half_precision_is_that_of_the_same_heads_in_full(name):
+    case = Case(name, "llama", True, DELTA if name == "hybrid" else {})
+    mechanism, heads = case.make(torch.float32), [x.bfloat16() for x in case.heads(100, dtype=torch.float32)]
+    matrix = mechanism.attention_matrix(*heads[:2], value=heads[2])
+    full = mechanism.attention_matrix(*(x.float() for x in heads[:2]), value=heads[2].float())
+    assert matrix.dtype == torch.bfloat16
+    torch.testing.assert_close(matrix.float(), full, rtol=1e-2, atol=1e-2)
 
 
 def test_a_displaced_key_enters_the_state():

@@ -289,6 +289,11 @@ def test_what_leaves_nothing_to_check_is_refused(registered, architectures, opti
         check_mechanism(registered(StatesNothing), architectures, **options)
 
 
+def test_modes_that_options_leave_out_are_not_checked():
+    checks = checks_of("hybrid", ["llama"], num_hard_keys=5, window_size=2)
+    assert checks and {check.case.mode for check in checks} == {"causal"}
+
+
 @pytest.mark.parametrize("parent", [LinearMechanism, Mechanism])
 def test_a_class_that_is_not_registered_is_refused_in_place_of_its_parent_checked(parent):
     with pytest.raises(OptionError, match=r"mechanism must be .*@register_mechanism\(name\).*Unregistered"):

@@ -15,9 +15,10 @@ from tokenizers.processors import TemplateProcessing
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.sentence_models import CONFIG_FILE, PAIRS
-from hf_linattn.training.arguments import DISTILLATION, DataArguments, RecipeArguments, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, Arguments, DataArguments, RecipeArguments, parse_arguments
 from hf_linattn.training.classification import class_weights
 from hf_linattn.training.finetuning import validation_loss
+from hf_linattn.training.labels import class_numbers
 from hf_linattn.training.losses.attention_transfer import AttentionTransfer
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
 from hf_linattn.training.task import CLASSIFICATION, PROBLEMS, TextEncoder, task_of
@@ -268,11 +269,20 @@ def test_class_numbers_that_mean_other_classes_in_each_split_are_refused():
     CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
 
 
+def test_a_number_that_is_the_name_of_another_class_is_refused():
+    stars = {"1": 0, "2": 1, "3": 2}
+    assert class_numbers(["3", "1"], stars, 3) == [2, 0] and class_numbers([1, 0], {"0": 0, "1": 1}, 2) == [1, 0]
+    with pytest.raises(DataError, match="label 1 may be class 1 or the class with this name, number 0; give names as"):
+        class_numbers([1, 1], stars, 3)
+
+
 @pytest.mark.parametrize("activation", ["torch.nn.modules.activation.Sigmoid", "torch.nn.Identity", None])
 def test_labels_teach_no_cross_encoder_whose_scores_come_out_of_an_activation(tmp_path, activation):
-    def check(*flags: str) -> None:
+    def check(*flags: str) -> Arguments:
         given = ["--model_name_or_path", str(tmp_path), *REQUIRED[2:], "--use_cpu", "true", *flags]
-        PROBLEMS["regression"].check_options(parse_arguments(given, DISTILLATION))
+        arguments = parse_arguments(given, DISTILLATION)
+        PROBLEMS["regression"].check_options(arguments)
+        return arguments
 
     (tmp_path / "config.json").write_text("{}")
     check()
@@ -284,7 +294,10 @@ def test_labels_teach_no_cross_encoder_whose_scores_come_out_of_an_activation(tm
             continue
         with pytest.raises(OptionError, match=r"CrossEncoder .* 'torch.nn.modules.activation.Sigmoid'; the squared"):
             check()
-        check("--kl_weight", "1", "--ce_weight", "0", "--control", "none")
+        taught = "--kl_weight", "1", "--ce_weight", "0", "--control", "none"
+        with pytest.raises(OptionError, match=r"learning_rates must be one rate, as .* cannot choose, got .0.0003, "):
+            check(*taught)
+        assert not check(*taught, "--learning_rate", "1e-3").training.load_best_model_at_end
 
 
 def test_options_of_classifiers_are_refused_elsewhere():

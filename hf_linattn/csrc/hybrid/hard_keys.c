@@ -14,6 +14,10 @@
 
 #include "hard_keys.h"
 
+#include <string.h>
+
+#define ERROR_BITS 12 /* as in ops/hybrid/hard_keys.py */
+
 /* Some tokens of a head, from a place of an operand on. Those of one name, unless it is zero, are the same. */
 struct tokens {
     const tensor_view *key, *value;
@@ -51,7 +55,19 @@ static struct tokens find_tokens(const struct store *s, const struct hard_keys_a
     return (struct tokens){key, value, 0, count, 0};
 }
 
-/* The error of a value as the state recalls it, `summed` being what it sums up under the weight `total`. */
+/* A number that is not negative to ERROR_BITS bits, as `to_error_bits` of ops/hybrid/hard_keys.py. */
+static inline float to_error_bits(float x)
+{
+    const uint32_t dropped = 24 - ERROR_BITS;
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + (1u << (dropped - 1))) & ~((1u << dropped) - 1);
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+}
+
+/* The error of a value as the state recalls it, `summed` being what it sums up under the weight `total`; so coarse that
+ * equal tokens have the same. */
 static float error_of(const struct hard_keys_args *p, const float *value, const float *summed, float total,
                       int64_t size)
 {
@@ -62,9 +78,11 @@ static float error_of(const struct hard_keys_args *p, const float *value, const 
         error += missed * missed;
         length += own * own;
     }
-    const float of = sum_of(length), missed = sqrtf(sum_of(error));
-    const float found = !p->relative ? missed : of != 0.0f ? missed / sqrtf(of) : 0.0f;
-    return found == found ? found : INFINITY;
+    const float of = sqrtf(sum_of(length)), missed = sqrtf(sum_of(error));
+    const float found = !p->relative ? missed : of != 0.0f ? missed / of : 0.0f;
+    if (found != found)
+        return INFINITY;
+    return p->relative ? to_error_bits(1.0f + found) : to_error_bits(of + found) - to_error_bits(of);
 }
 
 /* Find the errors of all candidates, a whole number of lanes of them: those that are none have -1. */

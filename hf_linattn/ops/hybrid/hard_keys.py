@@ -12,7 +12,8 @@ depends on n and on the keys before it alone. With w = ceil((W - 1) / C):
 When the first query of block n + 1 comes, block n - w leaves the window. Its keys but the sinks, and those of H_n, are
 ranked by |v - r| / |v|, where r is what the state before that block reads at key k: phi(k)^T S / phi(k)^T z, or by the
 delta rule S^T k; without `relative_error` by |v - r|. The M with the largest error make H_(n + 1), earlier ones first
-among equals; the others enter the state in the order of their positions. The choice has no gradient.
+among equals, which keys are whose 1 + |v - r| / |v|, or |v| + |v - r|, are the same to ERROR_BITS bits. The others
+enter the state in the order of their positions. The choice has no gradient.
 
 So all queries of a block see one state and one H. Their far part is one product, and a prefill is a loop over the
 blocks that sorts keys, and a few products for several blocks at once. Steps, calls that go on after a state, padded
@@ -43,7 +44,7 @@ from ..linear.types import CHUNK_SIZE
 from .fused import beside_sink
 from .memory import Memory, MemoryRule, memory_rule
 from .sums import Rows, Sums, chunked, exact_sums, in_order, make_rows, places, remember
-from .types import HardKeyState, HybridCall, HybridWeights
+from .types import ERROR_BITS, HardKeyState, HybridCall, HybridWeights
 
 
 class Pool(NamedTuple):
@@ -217,18 +218,37 @@ def _enter_again(job: _Job, pool: Pool, entering: list[Entering], memory: Memory
     return memories
 
 
+def _no_entries(job: _Job, pool: Pool) -> Tensor:
+    """Return zero, with a gradient of zero for all that makes entries: data-parallel training waits for each."""
+    first = torch.zeros(*pool.key.whole.shape[:2], 1, dtype=torch.long, device=pool.key.whole.device)
+    return 0 * torch.stack([x.clamp(-1, 1).sum() for x in job.rule.entries(*pool.take(first), first)]).sum()
+
+
 def _ranked(
     weights: HybridWeights, rule: MemoryRule, memory: Memory, parts: tuple[Tensor, ...], position: Tensor
 ) -> Tensor:
     """Return the M keys that the state recalls worst and behind them the others, each in order: [B, Hkv, M + C]."""
     value = rule.values(parts)
     error = torch.linalg.vector_norm(value - rule.recall(parts, memory), dim=-1)
+    size = torch.linalg.vector_norm(value, dim=-1)
     if weights.relative_error:
-        size = torch.linalg.vector_norm(value, dim=-1)
-        error = error / torch.where(size == 0, math.inf, size)
+        error = to_error_bits(1 + error / torch.where(size == 0, math.inf, size))
+    else:
+        error = to_error_bits(size + error) - to_error_bits(size)
     most = weights.num_hard_keys
     worst = error.masked_fill(position < 0, -math.inf).argsort(dim=-1, descending=True, stable=True)[..., :most]
     return torch.ones_like(position).scatter(2, worst, 0).argsort(dim=-1, stable=True)
+
+
+def to_error_bits(x: Tensor) -> Tensor:
+    """Return numbers that are not negative to ERROR_BITS bits, in float32.
+
+    Equal tokens are recalled equally badly but for the last bits, which differ between a prompt and a step. So the
+    errors of both are the same, and the earlier token stays hard.
+    """
+    dropped = 24 - ERROR_BITS
+    bits = (x.float().view(torch.int32) + (1 << (dropped - 1))) & -(1 << dropped)
+    return bits.view(torch.float32)
 
 
 def _read(job: _Job, state: HardKeyState | None) -> tuple[Tensor, Memory, HardKeys]:
@@ -237,7 +257,7 @@ def _read(job: _Job, state: HardKeyState | None) -> tuple[Tensor, Memory, HardKe
     aligned = _align_fresh(job) if state is None else _align(job, state)
     # windows overlap: of more blocks at once fewer keys are read twice, and in C no scores fill the cache
     most = chunks_at_once(rows.query.whole.shape[:3].numel(), aligned.begin.device) * (2 if job.blocks else 1)
-    memory, outputs = store.memory, []
+    memory, outputs, entered = store.memory, [], False
     for start in range(0, aligned.blocks, most):
         store, choice, memories = _choose(job, aligned, range(start, min(start + most, aligned.blocks)), store)
         if job.again:
@@ -247,7 +267,10 @@ def _read(job: _Job, state: HardKeyState | None) -> tuple[Tensor, Memory, HardKe
         else:
             output, memory = _read_blocks(job, aligned, start, choice, memories), store.memory
         outputs.append(output)
+        entered = entered or bool(choice.entering)
     output, length = torch.cat(outputs, dim=3), rows.key.whole.shape[2]
+    if job.again and not entered:
+        output = output + _no_entries(job, aligned.pool)
     hard = _hard_keys(aligned.pool, store.hard)
     if state is None:
         return output.narrow(3, 0, length).flatten(1, 2), memory, hard

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..linear.types import CHUNK_SIZE
-from .types import HybridWeights
+from .types import ERROR_BITS, HybridWeights
 
 Recall = Callable[[int, int, list[int], list[int]], Tensor]  # row, head, keys asked, keys in the state -> [K, Dv]
 Entered = dict[tuple[int, int, int], list[int]]  # row, key/value head, query -> the keys in the state, as they entered
@@ -46,14 +46,26 @@ def _enter(
     for block in range(blocks):
         candidates = hard + tokens[max(weights.num_sinks, block * CHUNK_SIZE) : (block + 1) * CHUNK_SIZE]
         said = recall(row, head, candidates, entered)
-        error = (value[candidates] - said).norm(dim=-1)
-        if weights.relative_error:
-            size = value[candidates].norm(dim=-1)
-            error = error / torch.where(size == 0, torch.inf, size)
-        worst = sorted(range(len(candidates)), key=lambda j: (-float(error[j]), j))[: weights.num_hard_keys]
+        errors, sizes = ((value[candidates] - x).norm(dim=-1).tolist() for x in (said, 0 * said))
+        error = [_compared(*x, weights.relative_error) for x in zip(errors, sizes, strict=True)]
+        worst = sorted(range(len(candidates)), key=lambda j: (-error[j], j))[: weights.num_hard_keys]
         hard = [candidates[j] for j in sorted(worst)]
         entered = entered + [x for x in candidates if x not in hard]
     return hard, entered
+
+
+def _compared(error: float, size: float, relative: bool) -> float:
+    """Return the error by which a key is ranked, to ERROR_BITS bits beside the size of its value."""
+    if relative:
+        return _to_bits(1 + (error / size if size else 0.0))
+    return _to_bits(size + error) - _to_bits(size)
+
+
+def _to_bits(x: float) -> float:
+    if not math.isfinite(x):
+        return x
+    fraction, exponent = math.frexp(x)
+    return math.ldexp(math.floor(fraction * 2**ERROR_BITS + 0.5), exponent - ERROR_BITS)
 
 
 def kernel_recall(features: Tensor, value: Tensor, rate: Tensor | None, position: Tensor) -> Recall:

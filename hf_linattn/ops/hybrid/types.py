@@ -11,6 +11,7 @@ from ..common.precision import accum_dtype, wide
 from ..dispatch import PYTORCH, Policy
 from ..linear.types import CHUNK_SIZE, FeatureMap
 
+ERROR_BITS = 12  # to which recall errors are compared, as in csrc/hybrid/hard_keys.c
 GATE_GAIN = 10.0  # so that the usual learning rates open a gate in a few hundred steps
 GATE_RANGE = (-1.5, 0.7)  # where a gate is all but shut and all but open: at 0 or 1 it would have no gradient
 
