@@ -196,7 +196,7 @@ def measure(
 
 
 def exact_window(model: nn.Module) -> int | None:
-    """Return the largest `window_size` over a patched model's layers, of mechanisms that equal softmax within it.
+    """Return the most tokens on which a patched model's layers equal softmax, of mechanisms that do so in a window.
 
     On longer prompts all that was converted differs from softmax; the share of such prompts stands beside every number
     of a suite. Where windows differ, layers of a smaller one differ from softmax on shorter prompts already.

@@ -28,7 +28,7 @@ from .deltanet import DeltanetMechanism
 from .gated_deltanet import GatedDeltanetMechanism
 from .hard_keys import matrix_in_blocks
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
-from .linear import FeatureMapConfig, LinearMechanism, own_outputs
+from .linear import FeatureMapConfig, LinearMechanism, far_mechanisms, require_far
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism
@@ -109,25 +109,6 @@ class HybridConfig(SoftmaxTypeConfig):
     def linear_config(self) -> MechanismConfig:
         """Return the config of the mechanism beyond the window; its seed is this one's unless it names its own."""
         return make_config(self.linear, {"seed": self.seed, **(self.linear_options or {})})
-
-
-def far_mechanisms(*bases: type[Mechanism]) -> dict[str, list[str]]:
-    """Return, for each mechanism on these bases, its own methods for outputs; with none it fits beside a window."""
-    kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
-    return {
-        name: own_outputs(kind, base)
-        for name, kind in kinds.items()
-        for base in bases
-        if issubclass(kind, base) and getattr(kind, "decays_by_distance", True)
-    }
-
-
-def require_far(linear: object, *bases: type[Mechanism]) -> None:
-    """Raise `OptionError` unless a mechanism is on one of these bases and makes outputs as that does."""
-    own = far_mechanisms(*bases)
-    fitting = [name for name, methods in own.items() if not methods]
-    why = [f"; its own {' and '.join(own[name])} would never be called" for name in own if name == linear]
-    require("linear", linear, linear in fitting, f"one of {', '.join(fitting)}{''.join(why)}")
 
 
 @register_mechanism("hybrid")

@@ -18,6 +18,7 @@ from ..ops.common.precision import accum_dtype
 from ..ops.linear.attention_distance import matching_decay_rate
 from ..ops.linear.interface import LINEAR, read_state, sum_keys
 from ..ops.linear.types import LinearCall, LinearState
+from ..registry import MECHANISMS
 from .base import Mechanism
 from .capabilities import ExactnessLimit
 from .inputs import AttentionLayer, Pairs
@@ -299,3 +300,22 @@ def own_outputs(kind: type[Mechanism], base: type[Mechanism]) -> list[str]:
     if "decays_by_distance" in vars(kind):
         return []
     return [name for name in OUTPUTS if getattr(kind, name, None) is not getattr(base, name, None)]
+
+
+def far_mechanisms(*bases: type[Mechanism]) -> dict[str, list[str]]:
+    """Return, for each mechanism on these bases, its own methods for outputs; with none it fits beside a window."""
+    kinds = {name: MECHANISMS.get(name) for name in MECHANISMS.names()}
+    return {
+        name: own_outputs(kind, base)
+        for name, kind in kinds.items()
+        for base in bases
+        if issubclass(kind, base) and getattr(kind, "decays_by_distance", True)
+    }
+
+
+def require_far(linear: object, *bases: type[Mechanism]) -> None:
+    """Raise `OptionError` unless a mechanism is on one of these bases and makes outputs as that does."""
+    own = far_mechanisms(*bases)
+    fitting = [name for name, methods in own.items() if not methods]
+    why = [f"; its own {' and '.join(own[name])} would never be called" for name in own if name == linear]
+    require("linear", linear, linear in fitting, f"one of {', '.join(fitting)}{''.join(why)}")

@@ -14,9 +14,9 @@ from ..ops import reference
 from ..ops.common.numerics import bounded
 from ..ops.hybrid.mixed_chunk import MixedState, MixedWeights, causal_mixed_attention, mixed_attention
 from .capabilities import ExactnessLimit
-from .hybrid import HybridConfig, HybridMechanism, require_far
+from .hybrid import HybridConfig, HybridMechanism
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
-from .linear import LinearMechanism
+from .linear import LinearMechanism, require_far
 from .registration import register_mechanism
 from .sequence import SequenceMechanism
 from .softmax_type import SoftmaxTypeConfig, SoftmaxTypeMechanism

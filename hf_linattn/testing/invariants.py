@@ -33,7 +33,7 @@ from .expectations import (
     expect_growth,
     head_gradients,
 )
-from .models import KEY_VALUE_HEADS, Case, positions_of, random_tokens, tiny_model
+from .models import KEY_VALUE_HEADS, Case, FedCase, positions_of, random_tokens, tiny_model
 
 NOTHING = "nothing to check"
 Invariant = Callable[[Case], str | None]  # `NOTHING` where a mechanism says nothing that could be false
@@ -328,7 +328,7 @@ def measure_costs(
 ) -> list[tuple[int, int]]:
     """Return each of the `costs` of a mechanism at one length and at twice as much; `options` are JSON."""
     architecture = next(name for name, heads in KEY_VALUE_HEADS.items() if heads == kv_heads)
-    case = Case(kind.config_class.mechanism, architecture, causal, json.loads(options))
+    case = FedCase(kind.config_class.mechanism, architecture, causal, json.loads(options))
     made = case.make(torch.float32)
     short, long = (costs(made, case.heads(n, 1, torch.float32)) for n in (length, 2 * length))
     return list(zip(short, long, strict=True))

@@ -198,6 +198,39 @@ class Case:
         return (query * size).to(dtype), (key * size).to(dtype), value.to(dtype)
 
 
+class FedCase(Case):
+    """A case whose mechanism, if it reads the layer's input, is given one that is made of the keys of each call.
+
+    So a token has the same input wherever it is read: in a prompt, in a step, beside pads.
+    """
+
+    def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Mechanism:
+        mechanism = super().make(dtype, **options)
+        return _fed(mechanism) if mechanism.reads_hidden else mechanism
+
+
+def _fed(mechanism: Mechanism) -> Mechanism:
+    """Have the calls of a mechanism come with the layer's input; it stays an instance of its class."""
+    kind: Any = type(mechanism)
+
+    class Fed(kind):  # type: ignore[misc]
+        def forward(self, query: Tensor, key: Tensor, *given: Any, **named: Any) -> Any:
+            return super().forward(query, key, *given, **{"hidden_states": self.input_of(key), **named})
+
+        def attention_matrix(self, query: Tensor, key: Tensor, *given: Any, **named: Any) -> Tensor:
+            hidden = {"hidden_states": self.input_of(key), **named}
+            matrix: Tensor = super().attention_matrix(query, key, *given, **hidden)
+            return matrix
+
+        def input_of(self, key: Tensor) -> Tensor:
+            width: Any = self.layer.hidden_size
+            every = key.transpose(1, 2).flatten(2)
+            return every.repeat(1, 1, -(-width // every.shape[2]))[..., :width]
+
+    mechanism.__class__ = Fed
+    return mechanism
+
+
 def random_tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     """Return token ids [batch, length] without the padding token."""
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

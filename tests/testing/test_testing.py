@@ -289,6 +289,12 @@ def test_what_leaves_nothing_to_check_is_refused(registered, architectures, opti
         check_mechanism(registered(StatesNothing), architectures, **options)
 
 
+@pytest.mark.parametrize("name", ["2 padding", "4 decoding", "9 reference", "11 linear cost"])
+def test_what_reads_the_input_of_a_layer_is_given_one(name):
+    checks = checks_of("gated_deltanet", ["llama"], gate_input="hidden", output_gate=True)
+    next(check for check in checks if check.invariant == name).run()
+
+
 def test_modes_that_options_leave_out_are_not_checked():
     checks = checks_of("hybrid", ["llama"], num_hard_keys=5, window_size=2)
     assert checks and {check.case.mode for check in checks} == {"causal"}

@@ -17,7 +17,8 @@ from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.columns import check_columns
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
-from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, TextEncoder, load_model, task_of
+from hf_linattn.training.stages import recovery
+from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, PROBLEMS, TextEncoder, load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
 from tests.models import SPINE, make_model
@@ -198,3 +199,14 @@ def test_labels_may_be_unsigned_or_booleans(kind):
     encoder = TextEncoder(make_tokenizer(), DataArguments(block_size=8))
     encoded = CLASSIFICATION.encode(rows, encoder, classifier("bert").config)
     assert encoded["labels"][:].dtype == torch.int64 and encoded["labels"][:].tolist() == [1, 0]
+
+
+def test_a_reloaded_model_is_compared_wherever_its_weights_lie(tmp_path):
+    """A file has weights begin at any multiple of eight bytes, and a matrix times one row is rounded by that."""
+    model = patch_model(make_model("bert", "ForSequenceClassification", std=0.4, num_labels=3), "linear").eval()
+    model.save_pretrained(tmp_path)
+    for parameter in model.parameters():
+        moved = torch.empty(parameter.numel() + 2)[2:].view(parameter.shape)
+        parameter.data = moved.copy_(parameter.data)
+    recovery.verify_saved(model, tmp_path, torch.arange(5, 12)[None], PROBLEMS["single_label_classification"])
+    assert all(parameter.data_ptr() % recovery.ALIGNMENT == 0 for parameter in model.parameters())

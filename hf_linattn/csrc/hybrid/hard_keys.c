@@ -16,7 +16,7 @@
 
 #include <string.h>
 
-#define ERROR_BITS 12 /* as in ops/hybrid/hard_keys.py */
+#define ERROR_BITS 12 /* as in ops/hybrid/types.py */
 
 /* Some tokens of a head, from a place of an operand on. Those of one name, unless it is zero, are the same. */
 struct tokens {

@@ -46,7 +46,7 @@ def _enter(
     for block in range(blocks):
         candidates = hard + tokens[max(weights.num_sinks, block * CHUNK_SIZE) : (block + 1) * CHUNK_SIZE]
         said = recall(row, head, candidates, entered)
-        errors, sizes = ((value[candidates] - x).norm(dim=-1).tolist() for x in (said, 0 * said))
+        errors, sizes = (x.norm(dim=-1).tolist() for x in (value[candidates] - said, value[candidates]))
         error = [_compared(*x, weights.relative_error) for x in zip(errors, sizes, strict=True)]
         worst = sorted(range(len(candidates)), key=lambda j: (-error[j], j))[: weights.num_hard_keys]
         hard = [candidates[j] for j in sorted(worst)]
