@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 def a_llama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A model that recalls nothing, so that its plans are chosen by text."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(LLAMA), AutoTokenizer.from_pretrained(LLAMA)
-    tokens = torch.randint(2, 2048, (4, 300), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(2, 2048, (4, 400), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": tokens}]
     by_text = {"signal": "divergence", "batches": rows}
     monkeypatch.setattr(hf_linattn, "choose_plan", partial(hf_linattn.choose_plan, **by_text))
