@@ -111,13 +111,11 @@ def checks_of(
 
 
 def _can_be(case: Case) -> bool:
-    """Return whether options leave a mechanism this mode; what else is wrong with them is for the checks to say."""
+    """Return whether options leave a mechanism this mode."""
     try:
         case.make()
     except UnsupportedModeError:
         return False
-    except Exception:
-        return True
     return True
 
 

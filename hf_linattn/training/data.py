@@ -39,7 +39,7 @@ from hf_linattn.training.file_types import FILE_BUILDERS
 IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
 HELD_OUT_SHARE = 0.05
 TOKENIZED_AT_ONCE = 64
-ONE_TYPE = {"large_string": "string", "bool": "int64", "int32": "int64", "float32": "float64", "double": "float64"}
+ONE_TYPE = {"large_string": "string", "bool": "int64", "int32": "int64", "float32": "float64"}
 logger = logging.getLogger(__name__)
 
 
@@ -315,7 +315,7 @@ def text_of(
 
 def with_one_type(dataset: Dataset, label_kinds: Sequence[str]) -> Dataset:
     """Return rows whose columns have the types that those of any other file have, so that they can be joined."""
-    types = ONE_TYPE | ({"int64": "float64"} if label_kinds is NUMBERS else {})
+    types = ONE_TYPE | ({"int64": "float64"} if label_kinds == NUMBERS else {})
 
     def of(feature: Any) -> Any:
         return Value(types.get(feature.dtype, feature.dtype)) if type(feature) is Value else feature

@@ -334,3 +334,9 @@ def test_a_held_out_file_alone_cannot_train(tmp_path):
     path.write_text("some text")
     with pytest.raises(DataError, match=r"no training split: .*; give train_file, from Python train_dataset, or"):
         load_text_splits(test_file=path)
+
+
+def test_rows_without_a_text_are_counted(caplog):
+    rows = Dataset.from_dict({"text": ["a b", "", None, " "]})
+    assert text_of("the train split", rows, "text")["text"][:] == ["a b"]
+    assert "the train split: 3 of 4 rows have no text and are left out" in caplog.text

@@ -269,6 +269,15 @@ def test_class_numbers_that_mean_other_classes_in_each_split_are_refused():
     CLASSIFICATION.rows(CLASSIFICATION.select(DatasetDict(splits), options), encoder, unnamed, 96)
 
 
+def test_the_tokenizer_that_is_saved_reads_as_many_tokens_as_a_classifier_was_trained_on():
+    tokenizer, options = make_tokenizer(), DataArguments(block_size=12)
+    tokenizer.model_max_length = 6
+    rows = Dataset.from_dict({"text": TEXTS, "label": [0, 1] * (len(TEXTS) // 2)})
+    splits = CLASSIFICATION.select(DatasetDict(train=rows, validation=rows, test=rows), options)
+    CLASSIFICATION.rows(splits, TextEncoder(tokenizer, options), make_model("bert", HEAD, num_labels=2), 96)
+    assert tokenizer.model_max_length == 12
+
+
 def test_a_number_that_is_the_name_of_another_class_is_refused():
     stars = {"1": 0, "2": 1, "3": 2}
     assert class_numbers(["3", "1"], stars, 3) == [2, 0] and class_numbers([1, 0], {"0": 0, "1": 1}, 2) == [1, 0]

@@ -266,6 +266,8 @@ def select_learning_rate(losses: Mapping[float, float | None]) -> float:
 def verify_saved(model: PreTrainedModel, path: Path, input_ids: Tensor, task: Task) -> None:
     """Load `path` as it will be loaded; `CheckpointError` unless its logits are those of `model`, bit for bit.
 
+    The weights of both are moved where PyTorch places its own, see `align`.
+
     Args:
         input_ids: int64 [B, N], on any device. task: whose answers are compared, embeddings in place of logits.
     """
