@@ -14,7 +14,7 @@ from ..errors import UnsupportedModeError
 from ..ops import reference
 from ..ops.dispatch import DEFAULT_BACKEND
 from ..registry import MECHANISMS
-from .forward import Forward, fitting_hidden
+from .forward import Forward, admitted, fitting_hidden, loaded, without_autocast
 from .inputs import PLAIN, AttentionLayer, CallOptions, Pairs
 
 
@@ -83,18 +83,19 @@ class Mechanism(Forward):
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, sequence_ids: Tensor | None = None,
         value: Tensor | None = None, *, sink: Tensor | None = None, hidden_states: Tensor | None = None,
     ) -> Tensor:
-        """Return the N x N weights [B, H, N, N] this mechanism implies, in the inputs' precision: for short inputs.
+        """Return the N x N weights [B, H, N, N] this mechanism implies, in the queries' dtype: for short inputs.
 
-        `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
+        Half precision is computed in float32, as in `forward`. `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
         layer's own learned sinks, `sink` [H], rows sum up to less than one. `hidden_states` as in `forward`.
         """
         allowed = reference.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
         )
         call = self.call_options(True, sink, fitting_hidden(self, query, key, hidden_states))
-        if value is None:
-            return self.run_hook(call, "weights", query, key, allowed)
-        return self.run_hook(call, "weights_given", query, key, value, allowed)
+        heads = admitted(False, query, key, *(() if value is None else (value,)))
+        with loaded(self), without_autocast(self, query.device):
+            matrix: Tensor = self.run_hook(call, "weights" if value is None else "weights_given", *heads, allowed)
+        return matrix.to(query.dtype)
 
     def weights_given(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN

@@ -127,11 +127,10 @@ class DeltanetMechanism(SequenceMechanism, FeatureMapMechanism):
 
     def weights(self, query: Tensor, key: Tensor, allowed: Tensor) -> Tensor:
         """A_ij = s q_i . p_j with p_i = beta_i k_i, which loses beta_l k_l (k_l . p_i) to every later token l."""
-        dtype, query, key = key.dtype, wide(query), wide(key)
         query_map, key_map = self.maps
         queries = unit_length(query_map.exact(query.unflatten(1, (key.shape[1], -1))))
         keys = unit_length(key_map.exact(key))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         gates = self._beta(key, real[:, 0]), self.gate(key, real[:, 0]) if self.config.gate else None
         matrix = reference.delta_rule_matrix(queries, keys, *gates).flatten(1, 2)
-        return (matrix * allowed * self.output_scale.to(key.dtype)[:, None, None]).to(dtype)
+        return matrix * allowed * self.output_scale.to(key.dtype)[:, None, None]

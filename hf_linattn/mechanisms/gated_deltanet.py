@@ -317,21 +317,21 @@ class GatedDeltanetMechanism(SequenceMechanism):
                 " value=... to attention_matrix"
             )
         matrix = self._matrix(query, key, allowed, call.hidden_states)
-        return (matrix * self._factor(wide(key), call.hidden_states)).to(key.dtype)
+        return matrix * self._factor(key, call.hidden_states)
 
     def weights_given(
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
         matrix = self._matrix(query, key, allowed, call.hidden_states)
         if self.config.output_norm:
-            size = reference.attend(matrix, wide(value)).square().mean(-1, keepdim=True)
+            size = reference.attend(matrix, value).square().mean(-1, keepdim=True)
             matrix = matrix / (size + LEAST_SQUARE).sqrt()
-        return (matrix * self._factor(wide(key), call.hidden_states)).to(key.dtype)
+        return matrix * self._factor(key, call.hidden_states)
 
     def _matrix(self, query: Tensor, key: Tensor, allowed: Tensor, hidden: Tensor | None) -> Tensor:
         """A_ij = q_i . p_j with p_j = b_j k_j, which loses a_l and b_l k_l (k_l . p_j) to every later token l."""
         position = reference.positions(allowed)[:, 0].clamp(min=0)
-        query, key = (self._plain(wide(x), position) for x in (query, key))
+        query, key = (self._plain(x, position) for x in (query, key))
         query, key = (_mixed(x, u, allowed) for x, u in ((query, self.query_taps), (key, self.key_taps)))
         real = allowed[:, 0].diagonal(dim1=-2, dim2=-1)[:, None]
         log_gate, beta = self._gates(key, hidden, real)

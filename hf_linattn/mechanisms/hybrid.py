@@ -16,7 +16,7 @@ from ..errors import UnsupportedModeError
 from ..feature_maps import FEATURE_MAPS, FeatureMap
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
-from ..ops.common.precision import accum_dtype, wide
+from ..ops.common.precision import accum_dtype
 from ..ops.hybrid.interface import HYBRID
 from ..ops.hybrid.types import GATE_GAIN, HybridCall, HybridState, HybridWeights, gate_logit
 from ..ops.linear.types import CHUNK_SIZE
@@ -338,7 +338,7 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, call: CallOptions = PLAIN
     ) -> Tensor:
         if self.in_blocks:
-            return matrix_in_blocks(self, wide(query), wide(key), wide(value), allowed, call).to(key.dtype)
+            return matrix_in_blocks(self, query, key, value, allowed, call)
         sinks = allowed.long().cumsum(-1) <= self.config.num_sink_tokens
         exact = (reference.distances(allowed) < self.config.window_size) | sinks
         return self.weights_beside(exact, query, key, allowed, call)

@@ -88,6 +88,19 @@ def test_no_key_to_come_changes_what_was_before_however_large(name, packed, back
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "causal"), [(x, c) for c in (True, False) for x in mechanisms_of("causal" if c else "bidirectional")]
+)
+def test_the_matrix_of_half_precision_is_that_of_the_same_heads_in_full(name, causal):
+    """A bucket, a code or a hard key that is chosen in half precision is another than the kernels choose."""
+    delta = {"linear": "deltanet", "num_hard_keys": 5, "num_sink_tokens": 2} if name == "hybrid" and causal else {}
+    mechanism, heads = make(name, causal, **delta), [x.bfloat16() for x in make_heads()]
+    full = mechanism.attention_matrix(*(x.float() for x in heads[:2]), value=heads[2].float())
+    with torch.autocast("cpu", torch.bfloat16):
+        matrix = mechanism.attention_matrix(*heads[:2], value=heads[2])
+    torch.testing.assert_close(matrix, full.bfloat16(), rtol=0, atol=0)
+
+
 @pytest.mark.covering(2)
 @both_backends
 @pytest.mark.parametrize("causal", [True, False])

@@ -291,16 +291,6 @@ def test_the_length_up_to_which_it_equals_softmax(hard, window):
     assert not differs[:longest].any() and differs[longest]
 
 
-@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "hybrid"])
-def test_the_matrix_of_half_precision_is_that_of_the_same_heads_in_full(name):
-    case = Case(name, "llama", True, DELTA if name == "hybrid" else {})
-    mechanism, heads = case.make(torch.float32), [x.bfloat16() for x in case.heads(100, dtype=torch.float32)]
-    matrix = mechanism.attention_matrix(*heads[:2], value=heads[2])
-    full = mechanism.attention_matrix(*(x.float() for x in heads[:2]), value=heads[2].float())
-    assert matrix.dtype == torch.bfloat16
-    torch.testing.assert_close(matrix.float(), full, rtol=1e-2, atol=1e-2)
-
-
 def test_a_displaced_key_enters_the_state():
     """What is in the window, in the state or a hard key adds up to all that was read, wherever the blocks end."""
     case = Case("hybrid", "llama", True, {"linear": "linear", "window_size": 9, "num_hard_keys": 11})
