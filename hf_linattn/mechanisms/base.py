@@ -85,8 +85,9 @@ class Mechanism(Forward):
     ) -> Tensor:
         """Return the N x N weights [B, H, N, N] this mechanism implies, in the queries' dtype: for short inputs.
 
-        Half precision is computed in float32, as in `forward`. `value` [B, Hkv, N, Dv] need only be given where they depend on it, which the error without it says. With the
-        layer's own learned sinks, `sink` [H], rows sum up to less than one. `hidden_states` as in `forward`.
+        Half precision is computed in float32, as in `forward`. `value` [B, Hkv, N, Dv] need only be given where the
+        weights depend on it, which the error without it says. With the layer's own learned sinks, `sink` [H], rows sum
+        up to less than one. `hidden_states` as in `forward`.
         """
         allowed = reference.allowed_pairs(
             query.shape[2], key.shape[2], self.layer.causal, key_padding_mask, sequence_ids, query.device
