@@ -4,9 +4,9 @@
 
 An original is fine-tuned for each task and seed. Each conversion of it learns from the labels and from the original;
 the control keeps softmax and learns from the labels, on the same sentences as often. A tenth of the training sentences
-chooses the weights of the originals, and chose the learning rates; the validation file is the test. Rows are written
-as they end, seed by seed: a run that was stopped goes on with those that are missing. An original whose row is there
-without its weights, as in a fresh checkout, is fine-tuned anew for the rows that need it; its own row stays.
+chose the learning rates and the number of epochs; the validation file is the test. Rows are written as they end, seed
+by seed: a run that was stopped goes on with those that are missing. An original whose row is there without its
+weights, as in a fresh checkout, is fine-tuned anew for the rows that need it; its own row stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_linattn.training.losses.distillation import Teacher
 
 HUB = "nyu-mll/glue"
 HELD_OUT = 10  # of ten training sentences one chooses
-BATCH, CLASSES, LOOKS = 32, 2, 2
+BATCH, CLASSES = 32, 2
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class GlueTask:
 
 TASKS = (
     GlueTask("sst2", ("sentence",), "accuracy", 64, 1e-4, (1, 0.5), 10_000),
-    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (3, 0.5)),
-    GlueTask("cola", ("sentence",), "matthews", 64, 1e-4, (3, 0.5)),
+    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (5, 0.5)),
+    GlueTask("cola", ("sentence",), "matthews", 64, 2e-4, (5, 0.5)),
 )
 
 
@@ -137,7 +137,7 @@ class Study:
         """Fine-tune the encoder on a task, keep it in a folder, and return its score."""
         set_seed(seed)  # of the head
         model = material.load()
-        found = material.train(model, self.work, seed, task.learning_rate, task.epochs[0], LOOKS)
+        found = material.train(model, self.work, seed, task.learning_rate, task.epochs[0])
         save_whole(model, folder)
         return {**found, "score": material.score(model)}
 

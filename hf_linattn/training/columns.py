@@ -79,5 +79,13 @@ def _check_kind(
     """Raise `DataError` unless a column holds values of these kinds; option: its name and value."""
     name, column = option
     kind = getattr(dataset.features[column], "dtype", "a list")
-    if not kind.startswith(kinds):
-        raise DataError(f"{name}={column!r} of {place} holds {kind}; name a column of {wanted}")
+    if kind.startswith(kinds):
+        return
+    values = dataset[column][:] if kind.startswith("float") and "int" in kinds else []
+    given = [value for value in values if value is not None]
+    if len(given) < len(values) and all(value.is_integer() for value in given):
+        raise DataError(
+            f"{name}={column!r} of {place} has no value in {len(values) - len(given)} of {len(values)} rows, so that"
+            f" the integers of the others were read as {kind}; leave these rows out, or give them a class"
+        )
+    raise DataError(f"{name}={column!r} of {place} holds {kind}; name a column of {wanted}")

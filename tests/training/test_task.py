@@ -154,6 +154,10 @@ def test_classes_are_numbers_or_names_that_the_model_knows(tmp_path):
         DataError, match=r"label_column='label' .* holds float64; name a column of integers, booleans or strings"
     ):
         load_text_splits(train_file=file, label_column="label")
+    table = tmp_path / "train.csv"
+    table.write_text("text,label\nw7,1\nw8,\nw9,0\n")  # in which pandas reads numbers
+    with pytest.raises(DataError, match=r"no value in 1 of 3 rows, so that the integers .* as float64; leave these"):
+        load_text_splits(train_file=table, label_column="label")
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
