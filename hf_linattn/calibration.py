@@ -18,7 +18,7 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_out import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, progress_bar, require_batches, require_tensors, without_labels
+from .inference import accepted, evaluation_mode, prediction_inputs, progress_bar, require_batches, require_tensors
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
@@ -132,7 +132,7 @@ def _fit(
     judges = {path: Judge(mechanisms[path], parameters, split) for path, parameters in fitted.items()}
 
     def show(batch: Mapping[str, Any]) -> None:
-        backbone(**without_labels(batch), **accepted(backbone, use_cache=False))  # predictions are not looked at
+        backbone(**{**batch, **accepted(backbone, use_cache=False)})  # predictions are not looked at
         split.next_batch()
         for fit in fits.values():
             fit.end_batch()
@@ -140,10 +140,12 @@ def _fit(
     with intercept_attention(mechanisms, fits):
         for batch in batches:
             require_tensors(model, batch, OR_TEXTS)
-            show(batch)
-            read.append(batch)
+            read.append(prediction_inputs(model, batch))
+            show(read[-1])
     if not read:
         raise OptionError("batches must hold at least one batch, got none")
+    if all(isinstance(mask := batch.get("attention_mask"), Tensor) and not mask.any() for batch in read):
+        raise OptionError("batches must hold at least one batch with real tokens, got attention masks of zeros")
 
     def show_again() -> None:
         split.restart()

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -103,8 +104,10 @@ def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None
     """Raise `OptionError`, which ends in a remedy, unless a batch is what a model takes, in rows of its tokens."""
     if not isinstance(batch, Mapping):
         raise OptionError(f"batches must hold dicts of tensors, got {type(batch).__name__}; {remedy}")
-    if lists := [name for name, value in batch.items() if isinstance(value, list)]:
-        raise OptionError(f"batches must hold dicts of tensors, got {lists[0]!r} as a list; {remedy}")
+    for name, value in batch.items():
+        if isinstance(value, (list, numpy.ndarray)):
+            kind = "a list" if isinstance(value, list) else "an array of numpy"
+            raise OptionError(f"batches must hold dicts of tensors, got {name!r} as {kind}; {remedy}")
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(ids, Tensor):
         return
@@ -128,6 +131,15 @@ def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None
         )
 
 
+def require_weights(model: nn.Module) -> None:
+    """Raise `OptionError` where a model has no numbers to measure."""
+    if device_of(model).type == "meta":
+        raise OptionError(
+            f"{type(architecture.root_model(model)).__name__} is on the meta device, where nothing can be measured;"
+            " load it with its weights, as by from_pretrained"
+        )
+
+
 def padding_token(model: nn.Module, tokenizer: Any) -> int:
     """Return what rows are filled with where a mask hides it: the tokenizer's pad token, 0 if the model lacks that."""
     pad = tokenizer.pad_token_id
@@ -143,3 +155,24 @@ def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in batch.items() if name != "labels"}
     made_inside = {name for name, value in kept.items() if isinstance(value, Tensor) and value.is_inference()}
     return {name: value.clone() if name in made_inside else value for name, value in kept.items()}
+
+
+def prediction_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `without_labels`, and of a decoder behind an encoder what that reads and which of it is real.
+
+    Where there are no `decoder_input_ids` they are the labels, one place later, as in training. Where these have no
+    mask, the pads behind the last token of a row are masked.
+    """
+    inputs, root = without_labels(batch), architecture.root_model(model)
+    if not getattr(root.config, "is_encoder_decoder", False):
+        return inputs
+    labels, shifted = batch.get("labels"), getattr(root, "prepare_decoder_input_ids_from_labels", None)
+    if shifted and isinstance(labels, Tensor) and not {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys():
+        inputs["decoder_input_ids"] = shifted(labels=labels)
+    ids, pad = inputs.get("decoder_input_ids"), root.config.get_text_config(decoder=True).pad_token_id
+    if isinstance(ids, Tensor) and pad is not None and inputs.get("decoder_attention_mask") is None:
+        real = ids != pad
+        real[:, 0] = True  # a decoder may begin with its pad token
+        mask = real.long().flip(1).cummax(1).values.flip(1)
+        inputs |= {} if mask.all() else accepted(model, decoder_attention_mask=mask)
+    return inputs

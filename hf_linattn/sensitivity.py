@@ -14,7 +14,15 @@ from .architecture import root_model
 from .attention_call import AttentionCall, Interceptor, intercept_attention
 from .config import require, require_finite
 from .errors import OptionError, UnsupportedModelError
-from .inference import accepted, evaluation_mode, progress_bar, require_batches, require_tensors, without_labels
+from .inference import (
+    accepted,
+    evaluation_mode,
+    prediction_inputs,
+    progress_bar,
+    require_batches,
+    require_tensors,
+    require_weights,
+)
 from .mechanisms.softmax import SoftmaxMechanism
 from .patching import get_mechanisms
 
@@ -54,13 +62,14 @@ def layer_sensitivity(
         ['transformer.h.0.attn', 'transformer.h.1.attn']
     """
     require_vocabulary(model)
+    require_weights(model)
     converted = {path: m for path, m in get_mechanisms(model).items() if not isinstance(m, SoftmaxMechanism)}
     totals, count = dict.fromkeys(converted, 0.0), 0
     require_batches(batches)
     with evaluation_mode(model):
         for number, batch in enumerate(progress_bar(batches, desc="layer sensitivity", progress=progress)):
             require_tensors(model, batch)
-            inputs = without_labels(batch) | accepted(model, use_cache=False)
+            inputs = prediction_inputs(model, batch) | accepted(model, use_cache=False)
             original = _predict(model, inputs, {})
             real = real_tokens(inputs, original)
             for path, mechanism in converted.items():

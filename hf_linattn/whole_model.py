@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .architecture import root_model
 from .attention_call import intercept_attention
 from .held_out import HeldOut, Judge, Split, squared_errors, write
-from .inference import accepted, without_labels
+from .inference import accepted
 from .mechanisms import Mechanism
 from .positions.tables import known_positions
 
@@ -121,7 +121,7 @@ def is_of_tokens(batch: Mapping[str, Any]) -> bool:
 def one_by_one(batches: Sequence[Mapping[str, Any]], split: Split) -> list[Reading]:
     """Return the rows held out as they are; inside their batch where not all that it has is rows."""
     readings = []
-    for batch, size, rows in zip(map(without_labels, batches), split.sizes, split.held_out, strict=True):
+    for batch, size, rows in zip(batches, split.sizes, split.held_out, strict=True):
         if rows and all(isinstance(x, Tensor) and len(x) == size for x in batch.values()) and is_of_rows(batch):
             readings.append(Reading({name: x[rows] for name, x in batch.items()}, len(rows), range(len(rows))))
         elif rows:
@@ -138,7 +138,7 @@ def is_of_rows(batch: Mapping[str, Any]) -> bool:
 def hidden_states(model: nn.Module, reading: Reading) -> Any:
     """Return the last hidden states of the rows that count, pads zero: [rows, N, E]; None if the model has none."""
     backbone = root_model(model).base_model
-    found = backbone(**reading.inputs, **accepted(backbone, use_cache=False))
+    found = backbone(**{**reading.inputs, **accepted(backbone, use_cache=False)})
     states = getattr(found, "last_hidden_state", None)
     if states is None:
         return None

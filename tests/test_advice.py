@@ -81,13 +81,18 @@ def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(mon
     model.lm_head.eval()
     monkeypatch.setattr(trial, "fine_tune", watched)
     modes, before = [module.training for module in model.modules()], states()
-    with trial.patched(model, "linear"):
+    gradients = {name: torch.full_like(parameter, 2.0) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+    with trial.patched(model, "linear"), torch.no_grad():
         material = trial.Material(make_tokenizer(), rows, rows, [], torch.zeros(2), 1, 16, SETTINGS)
         seconds = trial.step_seconds(model, material)
         assert seconds > 0 and trained_on == [True], "a Trainer takes a GPU where there is one"
         model.lm_head.weight.data.fill_(math.inf)
         assert trial.step_seconds(model, material) is None, "no step ended, as the first loss was not finite"
     assert [module.training for module in model.modules()] == modes and states() == before
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert all(bool((gradient == 2).all()) for gradient in gradients.values())
     with trial.untouched(model.to("meta")):
         model.to_empty(device="cpu")
     assert model.device.type == "meta"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed, nn
@@ -334,6 +335,7 @@ def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     ("batch", "message"),
     [
         ({"input_ids": [[5, 6]]}, "batches must hold dicts of tensors, got 'input_ids' as a list"),
+        ({"input_ids": np.ones((1, 9), int)}, "batches must hold dicts of tensors, got 'input_ids' as an array"),
         ({"input_ids": torch.arange(5, 9)}, r"input_ids of batches must be \[rows, tokens\], .* got \[4\]"),
         ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of batches must be .* one of each, got \[0, 4\]"),
         ({"input_ids": torch.tensor([[5, 30]])}, r"batches hold token 30, which is beyond the 30 of the model"),
@@ -344,7 +346,7 @@ def test_what_is_no_batch_is_refused_by_name(batches, options, message):
             r"attention_mask of batches must be \[2, 4\], as input_ids are, got \[2, 5\]",
         ),
     ],
-    ids=["lists", "row", "empty", "vocabulary", "negative", "numbers", "mask"],
+    ids=["lists", "numpy", "row", "empty", "vocabulary", "negative", "numbers", "mask"],
 )
 def test_what_no_model_reads_is_refused_wherever_batches_are_taken(batch, message):
     refused_wherever_batches_are_taken([batch], message)
@@ -362,6 +364,32 @@ def refused_wherever_batches_are_taken(batches, message):
         lambda: layer_sensitivity(patched, batches),
     ):
         with pytest.raises(OptionError, match=message):
+            take()
+
+
+def test_options_that_a_batch_has_for_the_model_do_not_meet_ours():
+    batch = {"input_ids": make_tokens(2, 40) % 30, "use_cache": True}
+    choose_plan(make_retriever(), None, 1, signal="divergence", batches=[batch], replace={"local": {"window_size": 3}})
+    assert calibrate(patch_model(make_retriever(), "hedgehog"), [batch], steps=1)
+
+
+def test_batches_of_pads_alone_fit_nothing():
+    model, ids = make_words(), make_tokens(2, 9)
+    pads, before = {"input_ids": ids, "attention_mask": torch.zeros_like(ids)}, state(model)
+    with pytest.raises(OptionError, match="at least one batch with real tokens, got attention masks of zeros"):
+        calibrate(model, [pads, pads])
+    assert all(torch.equal(before[name], tensor) for name, tensor in state(model).items())
+    assert calibrate(model, [pads, {"input_ids": ids}], steps=1)
+
+
+def test_a_model_without_numbers_is_refused():
+    model = patch_model(make_retriever(), "hedgehog").to("meta")
+    batches = [{"input_ids": make_tokens(2, 40) % 30}]
+    for take in (
+        lambda: choose_plan(make_retriever().to("meta"), None, 1, signal="divergence", batches=batches),
+        lambda: layer_sensitivity(model, batches),
+    ):
+        with pytest.raises(OptionError, match="LlamaForCausalLM is on the meta device, where nothing can be measured"):
             take()
 
 

@@ -10,10 +10,12 @@ import torch
 from hf_linattn import (
     OptionError,
     UnsupportedModelError,
+    calibrate,
     choose_layers,
     get_mechanisms,
     layer_sensitivity,
     patch_model,
+    unpatch_model,
 )
 from hf_linattn.attention_call import interceptor_of
 from hf_linattn.config import make_config
@@ -66,6 +68,26 @@ def test_of_an_encoder_decoder_the_tokens_count_that_its_decoder_predicts():
     model = patch_model(model, {"local": {"window_size": 3}})
     whole, *single = (sum(layer_sensitivity(model, [example]).values()) for example in (batch, *rows))
     assert whole == pytest.approx((7 * single[0] + 5 * single[1]) / 12, rel=1e-3) and whole > 0
+
+
+@pytest.mark.parametrize("start", [2, 0], ids=["start", "pad"])
+def test_a_decoder_reads_the_labels_where_it_is_given_nothing_else_and_its_last_pads_count_not(start):
+    """As collators of transformers make batches: with or without the ids of the decoder, never with their mask."""
+    model = patch_model(tiny_model("bart", False, torch.float32), {"local": {"window_size": 3}})
+    model.config.pad_token_id, model.config.decoder_start_token_id = 0, start
+    ids, labels = random_tokens(2, 13), random_tokens(2, 9, seed=1)
+    labels[1, 6:] = -100
+    shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2])
+    full = {"input_ids": ids, "decoder_input_ids": shifted, "decoder_attention_mask": mask}
+    want = layer_sensitivity(model, [full])
+    padded = {**full, "decoder_input_ids": torch.nn.functional.pad(shifted, (0, 4), value=model.config.pad_token_id)}
+    del padded["decoder_attention_mask"]
+    for batch in ({"input_ids": ids, "labels": labels}, padded):
+        assert layer_sensitivity(model, [batch]) == pytest.approx(want, rel=1e-4)
+    model = patch_model(unpatch_model(model), "hedgehog")
+    fits = [calibrate(copy.deepcopy(model), [batch]) for batch in (full, padded)]
+    assert fits[0] == {path: pytest.approx(errors, rel=1e-3) for path, errors in fits[1].items()}
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, [0, 1, 2, 3]), (0.25, [0, 1, 3]), (0.5, [1, 3]), (0.7, [1, 3])])

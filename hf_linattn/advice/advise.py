@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..architecture import layers_sharing_keys, self_attention_modules
@@ -18,7 +19,7 @@ from ..errors import DataError, HfLinattnError, OptionError, PatchError, Unsuppo
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..evaluation.recall import make_prompts
-from ..inference import progress_bar
+from ..inference import progress_bar, require_weights
 from ..patching import is_patched
 from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
@@ -80,6 +81,7 @@ class Advice:
         return asdict(replace(self, trials=tuple(trials)))
 
 
+@torch.inference_mode(False)  # recovery is timed
 def advise(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -111,6 +113,7 @@ def advise(
         HfLinattnError: every plan is refused, the last one for this.
     """
     settings = settings or Settings()
+    require_weights(model)
     if is_patched(model):
         raise PatchError(f"{type(model).__name__} is patched already; give the original")
     if is_masked_language_model(model):

@@ -186,7 +186,10 @@ def step_seconds(model: PreTrainedModel, material: Material) -> float | None:
     columns = {"input_ids": list(rows.numpy()), "labels": list(rows.numpy())}
     data: Any = Dataset.from_dict(columns).with_format("torch")
     watch = StepTimes()
-    with tempfile.TemporaryDirectory() as folder, untouched(model), adapters(model, settings) as adapted:
+    with (
+        tempfile.TemporaryDirectory() as folder, torch.enable_grad(), untouched(model),
+        adapters(model, settings) as adapted,
+    ):  # fmt: skip
         arguments = FinetuningArguments(
             output_dir=folder, per_device_train_batch_size=settings.batch_size, report_to="none", eval_strategy="no",
             save_strategy="no", load_best_model_at_end=False, disable_tqdm=True, seed=settings.seed,
@@ -241,15 +244,19 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def adapters(model: PreTrainedModel, settings: Settings) -> Iterator[nn.Module]:
-    """Give a patched model LoRA adapters for a while; which parameters are trained comes back with the end."""
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    adapted = add_adapters(model, settings.lora_rank, seed=settings.seed)
+    """Give a patched model LoRA adapters for a while; which parameters are trained comes back, and their gradients."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    adapted: Any = None
     try:
+        for parameter, _, _ in before:
+            parameter.grad = None
+        adapted = add_adapters(model, settings.lora_rank, seed=settings.seed)
         yield adapted
     finally:
-        adapted.unload()  # type: ignore[operator]
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained.get(name, True))
+        if adapted is not None:
+            adapted.unload()
+        for parameter, trained, gradient in before:
+            parameter.requires_grad_(trained).grad = gradient
 
 
 def texts_in_halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ..architecture import root_model
@@ -94,7 +95,7 @@ class DocumentWindows:
         read: gives [W, K] for the ids and the mask of windows [W, L].
         """
         rows = [self.split(row[real].tolist()) for row, real in zip(ids, attention_mask.bool(), strict=True)]
-        windows = [torch.tensor(window, device=ids.device) for row in rows for window, _ in row]
+        windows = [torch.tensor(window, dtype=ids.dtype, device=ids.device) for row in rows for window, _ in row]
         at_once = max(1, TOKENS_AT_ONCE // self.length)
         parts = [self._padded(windows[i : i + at_once]) for i in range(0, len(windows), at_once)]
         found = torch.cat([read(*part) for part in parts])
@@ -107,7 +108,9 @@ class DocumentWindows:
     def _padded(self, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return ids and mask [W, L] of windows of several lengths."""
         mask = pad_sequence([torch.ones_like(window) for window in windows], True)
-        return pad_sequence(list(windows), True, self.pad_token_id), mask
+        ids = pad_sequence(list(windows), True, self.pad_token_id)
+        missing = int(not ids.shape[1])  # no window has a token: a pad, as models read one at least
+        return F.pad(ids, (0, missing), value=self.pad_token_id), F.pad(mask, (0, missing))
 
 
 def windows_for(tokenizer: Any, length: int, stride: int | None = None) -> DocumentWindows:

@@ -34,7 +34,7 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
-from ..inference import require_batches, require_tensors
+from ..inference import prediction_inputs, require_batches, require_tensors, require_weights
 from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
@@ -110,6 +110,7 @@ def choose_plan(
     """
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
+    require_weights(model)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
     config, texts = read_replacement(replace, unit), read_batches(model, batches)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
@@ -134,9 +135,10 @@ def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | Non
     if batches is None:
         return []
     require_batches(batches)
-    texts = list(batches)
-    for batch in texts:
+    texts: list[Mapping[str, Tensor]] = []
+    for batch in batches:
         require_tensors(model, batch)
+        texts.append(prediction_inputs(model, batch))
     return texts
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..chunked_sums import chunk_rows, sum_by_chunks
-from ..inference import without_labels
 from ..masks import sequence_ids
 from ..sensitivity import log_probabilities, logits_of, real_tokens
 from .gates import Gates
@@ -42,7 +41,7 @@ def _longest_row(batch: Mapping[str, Any]) -> int:
 
 
 class DivergenceSignal(Signal):
-    """- KL(original || gated), the mean over a batch's real tokens, in nats."""
+    """- KL(original || gated), the mean over a batch's real tokens, in nats; batches are `prediction_inputs`."""
 
     name = "divergence"
 
@@ -57,16 +56,15 @@ class DivergenceSignal(Signal):
 
     def value(self, gates: Gates, values: Tensor, example: Mapping[str, Any]) -> Tensor:
         """Return the signal [] of a batch with these gates [U]: the higher, the better."""
-        inputs = without_labels(example)
-        original = self._logits_of_original(gates, inputs, example)
-        found = logits_of(gates.run(values, inputs))
-        real = real_tokens(inputs, found).float()
+        original = self._logits_of_original(gates, example)
+        found = logits_of(gates.run(values, example))
+        real = real_tokens(example, found).float()
         rows = [x.flatten(0, 1) for x in (found, original, real)]
         return -sum_by_chunks(_divergence, chunk_rows(found.shape[-1]), *rows) / real.sum()
 
-    def _logits_of_original(self, gates: Gates, inputs: Mapping[str, Any], example: Any) -> Tensor:
+    def _logits_of_original(self, gates: Gates, example: Mapping[str, Any]) -> Tensor:
         if self._original is None or self._original[0] is not example:
-            self._original = example, logits_of(gates.run_original(inputs))
+            self._original = example, logits_of(gates.run_original(example))
         return self._original[1]
 
 

@@ -97,12 +97,12 @@ class Gates:
             stack.enter_context(self._open())
             if values.requires_grad and torch.is_grad_enabled():
                 stack.enter_context(_made_again(self.model, list(self.mechanisms), self._open))
-            return self.model(**inputs, **options)
+            return self.model(**{**inputs, **options})
 
     def run_original(self, inputs: Mapping[str, Any]) -> Any:
         """Return the original's output, without gradients."""
         with torch.no_grad(), intercept_attention(self.mechanisms):
-            return self.model(**inputs, **accepted(self.model, use_cache=False))
+            return self.model(**{**inputs, **accepted(self.model, use_cache=False)})
 
     def _open(self) -> Any:
         return intercept_attention(self.mechanisms, self._interceptors)

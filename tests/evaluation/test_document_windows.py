@@ -60,6 +60,18 @@ def test_pooled_logits_are_the_mean_over_windows_by_their_tokens(name):
         torch.testing.assert_close(pooled, total / tokens, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("rows", [[[], [7, 8, 9]], [[7, 8, 9], []], [[]]], ids=["first", "last", "alone"])
+def test_a_document_without_a_token_counts_as_one_of_one_token(rows):
+    model = make_model("bert", "ForSequenceClassification", num_labels=3)
+    ids = torch.tensor([row + [0] * (4 - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (4 - len(row)) for row in rows])
+    found = DocumentWindows(8, 4, head=0, tail=0).pooled_logits(model, {"input_ids": ids, "attention_mask": mask})
+    assert found.shape == (len(rows), 3) and found.isfinite().all()
+    for row, pooled in zip(rows, found, strict=True):
+        if row:
+            torch.testing.assert_close(pooled, model(input_ids=torch.tensor([row])).logits[0], rtol=1e-4, atol=1e-5)
+
+
 def test_the_ends_of_windows_are_those_of_the_tokenizer():
     tokenizer = make_tokenizer()
     assert (windows_for(tokenizer, 8).head, windows_for(tokenizer, 8).tail) == (0, 0)
