@@ -110,7 +110,6 @@ def choose_plan(
     """
     for kind, name, known in (("unit", unit, UNITS), ("signal", signal, SIGNALS), ("search", search, SEARCHES)):
         require_known(kind, name, known)
-    require_weights(model)
     start, settings = time.perf_counter(), SearchOptions.from_options(options)
     config, texts = read_replacement(replace, unit), read_batches(model, batches)
     if classifies_texts(model):  # whose text, given in place of prompts, would not help
@@ -130,8 +129,12 @@ def choose_plan(
 
 
 def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | None) -> list[Mapping[str, Tensor]]:
-    """Return batches of text, none for None, once each is known to be what the model takes, which has a vocabulary."""
+    """Return batches of text, none for None, once each is known to be what the model takes.
+
+    The model has a vocabulary, and weights.
+    """
     require_vocabulary(model)
+    require_weights(model)
     if batches is None:
         return []
     require_batches(batches)
