@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -146,6 +147,23 @@ def own_config(model: nn.Module) -> None:
         shared = vars(module).get(SHARED, [])
         shared[:] = [copies.get(id(config), config) for config in shared]
     vars(root).setdefault(SHARED, []).append(old)
+
+
+@contextmanager
+def same_configs(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model, patched only inside, the config objects back that they had; others may hold these.
+    """
+    before = [(vars(module), vars(module).get("config"), vars(module).get(SHARED)) for module in model.modules()]
+    remembered = [None if shared is None else [*shared] for _, _, shared in before]
+    try:
+        yield
+    finally:
+        for (attributes, config, _), shared in zip(before, remembered, strict=True):
+            if config is not None:
+                attributes["config"] = config
+            attributes.pop(SHARED, None)
+            if shared is not None:
+                attributes[SHARED] = shared
 
 
 def pin_config(config: PreTrainedConfig) -> None:

@@ -27,6 +27,7 @@ from ..evaluation.recall import RECALL_TASKS, RecallPrompt, answer_prompts
 from ..evaluation.speed import SpeedRow, measure_speed, prefill_cache, random_input_ids
 from ..inference import evaluation_mode
 from ..patching import get_mechanisms, patch_model, unpatch_model
+from ..pinning import same_configs
 from ..plan import PatchConfig, Plan
 from ..training.adapters import add_adapters
 from ..training.arguments import FinetuningArguments
@@ -223,11 +224,12 @@ def patched(model: PreTrainedModel, plan: Plan | PatchConfig | None) -> Iterator
     if plan is None:
         yield model
         return
-    patch_model(model, plan)
-    try:
-        yield model
-    finally:
-        unpatch_model(model)
+    with same_configs(model):
+        patch_model(model, plan)
+        try:
+            yield model
+        finally:
+            unpatch_model(model)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from ..errors import DataError
 from ..inference import accepted, evaluation_mode
 from ..mechanisms import Mechanism
 from ..patching import get_mechanisms, patch_model, unpatch_model
+from ..pinning import same_configs
 
 UNITS = ("head", "layer")
 KEPT_BYTES = 2**31  # of activations, for one backward pass; layers beyond them are made again
@@ -129,12 +130,13 @@ class Gates:
 @contextmanager
 def gated(model: nn.Module, replace: MechanismConfig, unit: str) -> Iterator[Gates]:
     """Give a model gates for a while; afterwards it is as it was, whatever happened."""
-    patch_model(model, replace)
-    try:
-        with evaluation_mode(model), _frozen(model):
-            yield Gates(model, unit)
-    finally:
-        unpatch_model(model)
+    with same_configs(model):
+        patch_model(model, replace)
+        try:
+            with evaluation_mode(model), _frozen(model):
+                yield Gates(model, unit)
+        finally:
+            unpatch_model(model)
 
 
 @contextmanager

@@ -269,8 +269,12 @@ def test_memory_of_a_backward_pass_is_that_of_one_layer_beside_what_may_be_kept(
 def test_batches_and_prompts_are_of_the_model_alone_and_its_layers_are_as_before():
     model = make_retriever()
     before = [vars(layer).get("forward") for layer in model.model.layers]
+    configs = [(vars(module).get("config"), {*vars(module)}) for module in model.modules()]
     batches = [{"input_ids": make_tokens(1, 9) % 30}]
     choose_plan(model, None, 1, replace=WINDOW, signal="both", batches=batches, prompts=make_prompts())
     assert [vars(layer).get("forward") for layer in model.model.layers] == before == [None, None]
+    for module, (config, names) in zip(model.modules(), configs, strict=True):
+        assert vars(module).get("config") is config, "others may hold it, and change it"
+        assert {*vars(module)} <= names
     with pytest.raises(Exception, match="not patched"):
         get_mechanisms(model)
