@@ -67,6 +67,16 @@ def _kept(unit: str) -> Plan:
     return choose
 
 
+def _windows_like(row: str) -> Plan:
+    """Return what makes windows whose states take the bytes of a row's."""
+
+    def choose(model: PreTrainedModel, tokenizer: Any) -> Any:
+        plan: Any = ROWS[row]
+        return streaming_for(model, bytes=state_size(patch_model(copy.deepcopy(model), plan), LENGTH))
+
+    return choose
+
+
 ROWS: dict[str, Plan] = {
     "softmax": {"softmax": {}},
     "a quarter of the layers": _kept("layer"),
@@ -85,7 +95,8 @@ ROWS: dict[str, Plan] = {
     "lsh": {"lsh": {}},
     "hybrid": {"hybrid": {"window_size": 32, "num_sink_tokens": 4, "linear": "learned_exp"}},
     "hard keys": {"hybrid": {"window_size": 16, "num_hard_keys": 32, "linear": "gated_deltanet"}},
-    "streaming, the bytes of gated_deltanet": lambda model, _: streaming_for(model, bytes=_bytes_of_delta(model)),
+    "streaming, the bytes of gated_deltanet": _windows_like("gated_deltanet"),
+    "streaming, the bytes of hard keys": _windows_like("hard keys"),
 }
 
 
@@ -143,10 +154,6 @@ class Original:
             )  # fmt: skip
             teacher = Teacher(self.model, kl_weight=1.0, ce_weight=0.5)
             RecoveryTrainer(model, arguments, data, teacher).train()
-
-
-def _bytes_of_delta(model: PreTrainedModel) -> int:
-    return state_size(patch_model(copy.deepcopy(model), ROWS["gated_deltanet"]), LENGTH)  # type: ignore[arg-type]
 
 
 def measure(original: Original, plan: Plan, tokens: int, rate: float) -> Document:
