@@ -44,12 +44,13 @@ def layer_sensitivity(
 
     Args:
         model: a patched language model.
-        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored.
+        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored, unless
+            a decoder behind an encoder has nothing else to read.
         progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches, or a divergence that is not finite.
+        OptionError: no batches, no weights, or a divergence that is not finite.
         UnsupportedModelError: the model predicts no tokens, as a classifier of texts or a model of pictures.
 
     Examples:

@@ -93,7 +93,7 @@ def choose_plan(
             the original's predictions on `batches`; "both", the mean of the two, each over the length of its first
             scores. Of an encoder, or a model that knows fewer than three answers, divergence, with a warning.
         search: "slope"; "gates", Adam on all gates from there; as references "restore_one" and "one_at_a_time".
-        batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`.
+        batches: text as the model takes it, `{"input_ids": ..., "attention_mask": ...}`; labels as in `calibrate`.
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
