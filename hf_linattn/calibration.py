@@ -50,10 +50,9 @@ def calibrate(
 
     Args:
         model: a patched model.
-        batches: what the model takes, such as `{"input_ids": ...}`; labels are ignored, unless a decoder behind an
-            encoder has nothing else to read. A dozen of a few thousand tokens, of the text that the model is for. With
-            a tokenizer: texts, of which 8,192 tokens from all over are taken, in rows of 512 or as many as the model
-            has positions for.
+        batches: what the model takes, such as `{"input_ids": ...}`; labels only for a decoder with nothing else to
+            read. A dozen of a few thousand tokens, of the text that the model is for. With a tokenizer: texts, of
+            which 8,192 tokens from all over are taken, in rows of 512 or as many as the model has positions for.
         tokenizer: the model's own, where `batches` are texts.
         steps: L-BFGS iterations per layer and batch.
         progress: show a progress bar over the batches; None: where standard error is a terminal.
@@ -64,7 +63,7 @@ def calibrate(
 
     Raises:
         PatchError: the model is not patched.
-        OptionError: no batches or pads alone, no tensors in one, steps below 1, an error that is not finite, offloaded weights, DDP.
+        OptionError: nothing but pads, no tensors, steps below 1, an error that is not finite, offloaded weights, DDP.
         DataError: too short a text, or one string. After an error all parameters and buffers are as they were.
 
     Examples:

@@ -44,8 +44,8 @@ def layer_sensitivity(
 
     Args:
         model: a patched language model.
-        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels are ignored, unless
-            a decoder behind an encoder has nothing else to read.
+        batches: what the model takes, such as `{"input_ids": ..., "attention_mask": ...}`; labels only
+            for a decoder with nothing else to read.
         progress: show a progress bar; None: where standard error is a terminal.
 
     Raises:
