@@ -162,14 +162,23 @@ def prediction_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, A
 
     Where there are no `decoder_input_ids` they are the labels, one place later, as in training. Where these have no
     mask, the pads behind the last token of a row are masked.
+
+    Raises:
+        OptionError: the model has no method that makes these ids of labels.
     """
     inputs, root = without_labels(batch), architecture.root_model(model)
     if not getattr(root.config, "is_encoder_decoder", False):
         return inputs
-    labels, shifted = batch.get("labels"), getattr(root, "prepare_decoder_input_ids_from_labels", None)
-    if shifted and isinstance(labels, Tensor) and not {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys():
+    labels, given = batch.get("labels"), {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys()
+    if isinstance(labels, Tensor) and labels.dim() == 2 and not given and root.can_generate():
+        shifted = getattr(root, "prepare_decoder_input_ids_from_labels", None)
+        if shifted is None:
+            raise OptionError(
+                f"batches have labels and no decoder_input_ids, which {type(root).__name__} makes of them in training"
+                " alone; give decoder_input_ids: the token that starts its decoder, then the labels without the last"
+            )
         inputs["decoder_input_ids"] = shifted(labels=labels)
-    ids, pad = inputs.get("decoder_input_ids"), root.config.get_text_config(decoder=True).pad_token_id
+    ids, pad = inputs.get("decoder_input_ids"), getattr(root.config, "pad_token_id", None)
     if isinstance(ids, Tensor) and pad is not None and inputs.get("decoder_attention_mask") is None:
         real = ids != pad
         real[:, 0] = True  # a decoder may begin with its pad token

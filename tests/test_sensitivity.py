@@ -71,7 +71,7 @@ def test_of_an_encoder_decoder_the_tokens_count_that_its_decoder_predicts():
 
 
 @pytest.mark.parametrize("start", [2, 0], ids=["start", "pad"])
-def test_a_decoder_reads_the_labels_where_it_is_given_nothing_else_and_its_last_pads_count_not(start):
+def test_a_decoder_reads_the_labels_where_it_is_given_nothing_else_and_its_last_pads_count_not(start, monkeypatch):
     """As collators of transformers make batches: with or without the ids of the decoder, never with their mask."""
     model = patch_model(tiny_model("bart", False, torch.float32), {"local": {"window_size": 3}})
     model.config.pad_token_id, model.config.decoder_start_token_id = 0, start
@@ -85,6 +85,9 @@ def test_a_decoder_reads_the_labels_where_it_is_given_nothing_else_and_its_last_
     del padded["decoder_attention_mask"]
     for batch in ({"input_ids": ids, "labels": labels}, padded):
         assert layer_sensitivity(model, [batch]) == pytest.approx(want, rel=1e-4)
+    monkeypatch.delattr(type(model), "prepare_decoder_input_ids_from_labels")
+    with pytest.raises(OptionError, match="no decoder_input_ids, which BartForConditionalGeneration makes of them in"):
+        layer_sensitivity(model, [{"input_ids": ids, "labels": labels}])
     model = patch_model(unpatch_model(model), "hedgehog")
     fits = [calibrate(copy.deepcopy(model), [batch]) for batch in (full, padded)]
     assert fits[0] == {path: pytest.approx(errors, rel=1e-3) for path, errors in fits[1].items()}
