@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -105,7 +105,7 @@ def require_tensors(model: nn.Module, batch: Any, remedy: str = MADE_AS) -> None
     if not isinstance(batch, Mapping):
         raise OptionError(f"batches must hold dicts of tensors, got {type(batch).__name__}; {remedy}")
     for name, value in batch.items():
-        if isinstance(value, (list, numpy.ndarray)):
+        if isinstance(value, (list, np.ndarray)):
             kind = "a list" if isinstance(value, list) else "an array of numpy"
             raise OptionError(f"batches must hold dicts of tensors, got {name!r} as {kind}; {remedy}")
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
