@@ -119,7 +119,7 @@ def is_of_tokens(batch: Mapping[str, Any]) -> bool:
 
 
 def one_by_one(batches: Sequence[Mapping[str, Any]], split: Split) -> list[Reading]:
-    """Return the rows held out as they are; inside their batch where not all that it has is rows."""
+    """Return the rows held out of `prediction_inputs`; inside their batch where not all that it has is rows."""
     readings = []
     for batch, size, rows in zip(batches, split.sizes, split.held_out, strict=True):
         if rows and all(isinstance(x, Tensor) and len(x) == size for x in batch.values()) and is_of_rows(batch):

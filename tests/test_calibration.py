@@ -368,7 +368,8 @@ def refused_wherever_batches_are_taken(batches, message):
 
 
 def test_options_that_a_batch_has_for_the_model_do_not_meet_ours():
-    batch = {"input_ids": make_tokens(2, 40) % 30, "use_cache": True}
+    ids = make_tokens(2, 40) % 30
+    batch = {"input_ids": ids, "labels": ids, "use_cache": True}
     choose_plan(make_retriever(), None, 1, signal="divergence", batches=[batch], replace={"local": {"window_size": 3}})
     assert calibrate(patch_model(make_retriever(), "hedgehog"), [batch], steps=1)
 

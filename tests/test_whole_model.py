@@ -183,8 +183,10 @@ def test_of_fits_none_is_kept_that_costs_a_tenth_at_either_length():
 def test_rows_held_out_are_read_alone_where_a_batch_is_nothing_but_rows():
     split, ids = Split(), random_tokens(3, LENGTH, seed=3)
     split.sizes, split.held_out = [3], [[1]]
-    (reading,) = one_by_one([{"input_ids": ids, "labels": ids}], split)
-    assert {name: x.tolist() for name, x in reading.inputs.items()} == {"input_ids": ids[[1]].tolist()}
+    (reading,) = one_by_one([{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], split)
+    assert {name: x.tolist() for name, x in reading.inputs.items()} == {
+        "input_ids": ids[[1]].tolist(), "attention_mask": [[1] * LENGTH],
+    }  # fmt: skip
     assert (reading.size, list(reading.rows)) == (1, [0])
     for positions in (torch.zeros(3, 3, LENGTH), torch.zeros(1, LENGTH)):  # of pictures; of all rows
         (reading,) = one_by_one([{"input_ids": ids, "position_ids": positions.long()}], split)
