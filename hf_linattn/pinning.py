@@ -153,17 +153,13 @@ def own_config(model: nn.Module) -> None:
 def same_configs(model: nn.Module) -> Iterator[None]:
     """Give the modules of a model, patched only inside, the config objects back that they had; others may hold these.
     """
-    before = [(vars(module), vars(module).get("config"), vars(module).get(SHARED)) for module in model.modules()]
-    remembered = [None if shared is None else [*shared] for _, _, shared in before]
+    before = [(own, own.get("config"), [*own.get(SHARED, [])]) for own in map(vars, model.modules())]
     try:
         yield
     finally:
-        for (attributes, config, _), shared in zip(before, remembered, strict=True):
-            if config is not None:
-                attributes["config"] = config
-            attributes.pop(SHARED, None)
-            if shared is not None:
-                attributes[SHARED] = shared
+        for own, config, shared in before:
+            own.pop(SHARED, None)
+            own |= ({} if config is None else {"config": config}) | ({SHARED: shared} if shared else {})
 
 
 def pin_config(config: PreTrainedConfig) -> None:

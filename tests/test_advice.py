@@ -103,6 +103,7 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
 
     def trial(model, name, plan, material, least):
         measured.append(material)
+        assert not torch.is_inference_mode_enabled(), "what is made there cannot be trained on"
         return make_trial(name, 1.0, 0.0, 1)
 
     monkeypatch.setattr(module, "run_trial", trial)
@@ -112,11 +113,15 @@ def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(mo
     monkeypatch.setattr(module, "choose_plan", lambda *_, batches, **__: chosen_on.extend(batches))
     monkeypatch.setattr(module, "chosen_plans", lambda _: {})
     model, settings = make_model("gpt2"), replace(SETTINGS, block_size=512)
-    found = advise(model, make_tokenizer(), ["w5 w6 " * 200], 16, plans=PLANS, settings=settings)
+    with torch.inference_mode():
+        found = advise(model, make_tokenizer(), ["w5 w6 " * 200], 16, plans=PLANS, settings=settings)
+    assert not measured[0].calibration.is_inference()
     assert found.settings == measured[0].settings == replace(settings, block_size=64)
     assert measured[0].calibration.shape == (2, 64)
     module.choose(model.to("meta"), measured[0], False)
     assert [batch["input_ids"].device.type for batch in chosen_on] == ["meta", "meta"]
+    with pytest.raises(OptionError, match="GPT2LMHeadModel is on the meta device, where nothing can be measured"):
+        advise(model, make_tokenizer(), ["w5 w6 " * 200], 16)
 
 
 @pytest.mark.parametrize(
