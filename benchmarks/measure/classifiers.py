@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,11 @@ def in_batches(rows: Dataset, batch_size: int, seed: int) -> Dataset:
 
 @dataclass(frozen=True)
 class Material:
-    """Texts of a classifier, cut to `length` tokens, and the metric that counts."""
+    """Texts of a classifier, cut to `length` tokens, and the metric that counts.
+
+    Attributes:
+        bf16: train in bfloat16. config: options of the model's config that differ from what was saved.
+    """
 
     splits: DatasetDict
     model: str
@@ -65,6 +69,8 @@ class Material:
     metric: str
     classes: int
     batch_size: int
+    bf16: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -79,7 +85,8 @@ class Material:
 
     def load(self, folder: Path | None = None) -> PreTrainedModel:
         """Return a classifier that a folder holds; without one, the pretrained model with a new head."""
-        return AutoModelForSequenceClassification.from_pretrained(folder or self.model, num_labels=self.classes)
+        source = folder or self.model
+        return AutoModelForSequenceClassification.from_pretrained(source, num_labels=self.classes, **self.config)
 
     def score(self, model: PreTrainedModel, windows: DocumentWindows | None = None) -> float:
         """Return the metric of a model on the test, read whole or in windows."""
@@ -97,11 +104,12 @@ class Material:
 
     def train(
         self, model: PreTrainedModel, work: Path, seed: int, rate: float, epochs: float, looks: int = 0,
-        teacher: Teacher | None = None,
+        teacher: Teacher | None = None, head_rate: float = 1.0,
     ) -> Document:  # fmt: skip
         """Train a model in place, and return for how long and its loss on the validation texts.
 
         looks: how often the validation loss is taken, of which the best weights are kept; 0: the last ones are.
+        head_rate: of head and pooler, times the rate.
         """
         looking = {"eval_steps": 1 / looks, "save_steps": 1 / looks, "load_best_model_at_end": True} if looks else {}
         strategies = {"eval_strategy": "steps", "save_strategy": "steps"} if looks else {}
@@ -109,7 +117,8 @@ class Material:
         with tempfile.TemporaryDirectory(dir=work) as folder:
             training = FinetuningArguments(
                 output_dir=folder, seed=seed, per_device_train_batch_size=self.batch_size,
-                per_device_eval_batch_size=self.batch_size, **{**TRAINING, **strategies, **looking},
+                per_device_eval_batch_size=self.batch_size, bf16=self.bf16, head_rate=head_rate,
+                **{**TRAINING, **strategies, **looking},
             )  # fmt: skip
             steps = max(1, round(epochs * len(rows.train) / self.batch_size))
             result = fine_tune(
@@ -117,7 +126,7 @@ class Material:
             ).result
         return {
             "learning_rate": rate, "texts": len(rows.train), "steps": steps, "epochs": epochs,
-            "validation_loss": result["eval_loss"],
+            "validation_loss": result["eval_loss"], "head_rate": head_rate,
         }  # fmt: skip
 
 

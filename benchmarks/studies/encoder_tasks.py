@@ -54,9 +54,9 @@ class GlueTask:
 
 
 TASKS = (
-    GlueTask("sst2", ("sentence",), "accuracy", 64, 1e-4, (1, 0.5), 10_000),
-    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (5, 0.5)),
-    GlueTask("cola", ("sentence",), "matthews", 64, 2e-4, (5, 0.5)),
+    GlueTask("sst2", ("sentence",), "accuracy", 64, 1e-4, (1, 1.5), 10_000),
+    GlueTask("rte", ("sentence1", "sentence2"), "accuracy", 256, 1e-4, (5, 1.5)),
+    GlueTask("cola", ("sentence",), "matthews", 64, 2e-4, (5, 1.5)),
 )
 
 
@@ -112,10 +112,12 @@ class Study:
     task_dir: Path | None
     work: Path
     output: Path
+    bf16: bool = False
 
     def run(self, seeds: Iterable[int], tasks: Sequence[GlueTask], conversions: Mapping[str, Conversion]) -> None:
         """Measure the rows that are missing."""
-        rows = KeptRows(self.output, "benchmarks.studies.encoder_tasks", model=Path(self.model).name)
+        said = {"model": Path(self.model).name, "bf16": self.bf16}
+        rows = KeptRows(self.output, "benchmarks.studies.encoder_tasks", **said)
         materials = {task: self.material(task) for task in tasks}
         for seed, (task, material) in product(seeds, materials.items()):
             folder = self.work / Path(self.model).name / f"{task.name}-{seed}"
@@ -131,7 +133,8 @@ class Study:
 
     def material(self, task: GlueTask) -> Material:
         """Return what a task is measured on."""
-        return Material(read_task(task, self.task_dir), self.model, task.length, task.metric, CLASSES, BATCH)
+        splits = read_task(task, self.task_dir)
+        return Material(splits, self.model, task.length, task.metric, CLASSES, BATCH, self.bf16)
 
     def fine_tuned(self, material: Material, seed: int, task: GlueTask, folder: Path) -> Document:
         """Fine-tune the encoder on a task, keep it in a folder, and return its score."""
@@ -162,10 +165,11 @@ def main(
     seeds: Annotated[int, typer.Option(help="how many, from 0 on")] = 3,
     work: Annotated[Path, typer.Option(help="folder for originals and checkpoints")] = Path("runs/encoder_tasks"),
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / ENCODER_TASKS_FILE,
+    bf16: Annotated[bool, typer.Option(help="train in bfloat16, where the processor has it")] = False,
 ) -> None:
     """Measure the rows that are missing."""
     work.mkdir(parents=True, exist_ok=True)
-    Study(model, task_dir, work, output).run(range(seeds), TASKS, CONVERSIONS)
+    Study(model, task_dir, work, output, bf16).run(range(seeds), TASKS, CONVERSIONS)
     typer.echo(f"wrote {output}")
 
 

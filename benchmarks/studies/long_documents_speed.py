@@ -2,8 +2,9 @@
 
     python -m benchmarks.studies.long_documents_speed all-MiniLM-L6-v2/ documents/author20_test.jsonl
 
-Documents are joined up to each length. The models take turns on the same one; memory is what a forward holds at once
-beyond weights and input, counted tensor by tensor.
+and again with `--dtype bfloat16 --output benchmarks/results/long_documents_speed_bfloat16.json`. Documents are joined
+up to each length. The models take turns on the same one; memory is what a forward holds at once beyond weights and
+input, counted tensor by tensor.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def joined(tokenizer: Any, file: Path, length: int) -> Tensor:
     return torch.tensor([[tokenizer.cls_token_id, *ids[: length - 2], tokenizer.sep_token_id]])
 
 
-def load(model: str, length: int, mechanism: str | None = None, **options: Any) -> PreTrainedModel:
+def load(
+    model: str, length: int, dtype: torch.dtype, mechanism: str | None = None, **options: Any
+) -> PreTrainedModel:
     """Return a classifier with a table of `length` positions; None: with its own attention."""
-    found = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    found = AutoModelForSequenceClassification.from_pretrained(model, dtype=dtype).eval()
     if length > found.config.max_position_embeddings:
         extend_positions(found, length)
     return found if mechanism is None else patch_model(found, mechanism, **options)
@@ -85,16 +88,18 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="tokens; repeatable")] = None,
     mechanism: Annotated[list[str] | None, typer.Option(help="repeatable; by default all")] = None,
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / LONG_DOCUMENTS_SPEED_FILE,
+    dtype: Annotated[str, typer.Option(help="of the weights: float32 or bfloat16")] = "float32",
 ) -> None:
     """Measure and write the JSON."""
     lengths: Sequence[int] = length or LENGTHS
+    exact: torch.dtype = getattr(torch, dtype)
     stopwatch, tokenizer = Stopwatch(torch.device("cpu"), TIMES), AutoTokenizer.from_pretrained(model)
-    models = {SOFTMAX: load(model, max(lengths))}
-    models |= {name: load(model, max(lengths), name, **MECHANISMS[name]) for name in mechanism or MECHANISMS}
+    models = {SOFTMAX: load(model, max(lengths), exact)}
+    models |= {name: load(model, max(lengths), exact, name, **MECHANISMS[name]) for name in mechanism or MECHANISMS}
     rows: list[Document] = []
     for tokens in tqdm(lengths, desc="lengths"):
         rows += measure(models, joined(tokenizer, documents, tokens), stopwatch)
-    provenance = collect_provenance(torch.device("cpu"), torch.float32, "benchmarks.studies.long_documents_speed")
+    provenance = collect_provenance(torch.device("cpu"), exact, "benchmarks.studies.long_documents_speed")
     document = {"provenance": provenance, "model": Path(model).name, "rows": rows}
     write_json(output, document)
     typer.echo(f"wrote {output}")

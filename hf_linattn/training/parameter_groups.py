@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from hf_linattn import Mechanism, get_mechanisms
+from hf_linattn import Mechanism, get_mechanisms, is_patched
 from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.errors import OptionError
 from hf_linattn.pinning import free_config
@@ -25,36 +25,58 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the parameters of a model are.
+
+    Attributes:
+        attention: names of the modules around attention.
+        head: the identities of the parameters of what answers: all that are not of the base model, and its pooler.
+    """
+
+    attention: list[str]
+    head: set[int]
+
+    @classmethod
+    def of(cls, root: PreTrainedModel) -> Places:
+        """Return the places of a model."""
+        mechanisms = get_mechanisms(root) if is_patched(root) else {}
+        projections = (name for path in mechanisms for name in attention_projections(root, path))
+        base = {id(p) for name, p in root.base_model.named_parameters() if ".pooler." not in f".{name}"}
+        return cls([*mechanisms, *projections], {id(p) for p in root.parameters()} - base)
+
+
+@dataclass(frozen=True)
 class Group:
-    """Some parameters of a patched model.
+    """Some parameters of a model.
 
     Attributes:
         rate, weight_decay: names of the options that say how they are trained.
-        holds: whether a parameter is of the group, by its name and the names of the modules around attention.
+        holds: whether a parameter is of the group, by its name, which begins with a dot, and itself.
     """
 
     rate: str
     weight_decay: str
-    holds: Callable[[str, list[str]], bool]
+    holds: Callable[[str, nn.Parameter, Places], bool]
 
 
 # the first that holds a parameter has it; what none holds, feed-forwards, norms and embeddings, is the rest
 GROUPS = (
-    Group("mechanism_rate", "mechanism_weight_decay", lambda name, _: f".{MECHANISM}." in name),
-    Group("attention_rate", "attention_weight_decay", lambda name, paths: any(f".{path}." in name for path in paths)),
+    Group("mechanism_rate", "mechanism_weight_decay", lambda name, *_: f".{MECHANISM}." in name),
+    Group("attention_rate", "attention_weight_decay", lambda name, _, at: any(f".{x}." in name for x in at.attention)),
+    Group("head_rate", "head_weight_decay", lambda _, parameter, at: id(parameter) in at.head),
 )
 
 
 def group_parameters(
     optimizer: torch.optim.Optimizer, model: nn.Module, options: Any, decaying: Collection[str]
 ) -> None:
-    """Give the parameters of mechanisms and of attention their own learning rate and weight decay.
+    """Give the parameters of mechanisms, of attention and of the head their own learning rate and weight decay.
 
     Args:
-        optimizer: of the parameters of `model`, a patched one, or a loss that holds it; its groups are divided. Those
+        optimizer: of the parameters of `model`, or of a loss that holds it; its groups are divided. Those
             of attention transfer, which trains mechanisms alone at a rate of its own, are left as they are.
-        options: has `mechanism_rate` and `attention_rate`, which multiply the learning rate, and
-            `mechanism_weight_decay` and `attention_weight_decay`, None: as for the rest.
+        options: has the rate of each of `GROUPS`, which multiplies the learning rate, and its weight decay, None: as
+            for the rest.
         decaying: names of the parameters that are to decay at all; others, such as biases, do not with any of these.
 
     Raises:
@@ -62,9 +84,7 @@ def group_parameters(
     """
     if not others_than_one(options) or isinstance(model, Transfer):
         return
-    root = root_model(model)
-    mechanisms = get_mechanisms(model)
-    paths = [*mechanisms, *(name for path in mechanisms for name in attention_projections(root, path))]
+    places = Places.of(root_model(model))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     divided = []
     for given in optimizer.param_groups:
@@ -72,11 +92,12 @@ def group_parameters(
         for parameter in given["params"]:
             name = names.get(id(parameter))
             if name is None:
+                rates = ", ".join(group.rate for group in GROUPS)
                 raise OptionError(
-                    "mechanism_rate and attention_rate need the optimizer to hold the model's own parameters, which it"
-                    " does not where training shards them; leave them at 1"
+                    f"{rates} need the optimizer to hold the model's own parameters, which it does not where training"
+                    " shards them; leave them at 1"
                 )
-            group = next((group for group in GROUPS if group.holds(f".{name}", paths)), None)
+            group = next((group for group in GROUPS if group.holds(f".{name}", parameter, places)), None)
             parts.setdefault((group, name in decaying), []).append(parameter)
         for (group, decays), own in parts.items():
             changed = {} if group is None else _changed(given, group, options, decays)

@@ -19,7 +19,14 @@ from hf_linattn.training.trainers import RecoveryTrainer
 from tests.models import make_model
 from tests.training.test_finetuning import make_data, make_training
 
-RATES = {"mechanism_rate": 10.0, "attention_rate": 3.0, "mechanism_weight_decay": 0.0, "attention_weight_decay": 0.5}
+RATES = {
+    "mechanism_rate": 10.0, "attention_rate": 3.0, "head_rate": 1.0,
+    "mechanism_weight_decay": 0.0, "attention_weight_decay": 0.5, "head_weight_decay": None,
+}  # fmt: skip
+HEADS = {
+    "bert": {"bert.pooler.dense", "classifier"}, "roberta": {"classifier.dense", "classifier.out_proj"},
+    "distilbert": {"pre_classifier", "classifier"}, "gpt2": {"score"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("weight_decay", [0.2, 0.0])
@@ -61,13 +68,29 @@ def test_the_encoder_that_an_embedding_loss_holds_is_divided_and_attention_trans
     assert [group["lr"] for group in optimizer.param_groups] == [0.1]
 
 
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("architecture", HEADS)
+def test_head_and_pooler_have_a_rate_of_their_own(architecture, convert):
+    model = make_model(architecture, "ForSequenceClassification")
+    head = {f"{name}.{kind}" for name in HEADS[architecture] for kind in ("weight", "bias")}
+    head &= {name for name, _ in model.named_parameters()}
+    model = patch_model(model, "linear") if convert else model
+    options = SimpleNamespace(**{**dict.fromkeys(RATES, 1.0), "head_rate": 5.0, "head_weight_decay": 0.7})
+    names = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(names.values(), lr=0.1, weight_decay=1.0)
+    group_parameters(optimizer, model, options, {name for name in names if "bias" not in name})
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in names.items():
+        decay = 0.7 if name in head and "bias" not in name else 1.0
+        assert found[id(parameter)] == (pytest.approx(0.5 if name in head else 0.1), decay), name
+
+
 def test_an_optimizer_of_other_tensors_is_refused():
     model, options = patch_model(make_model("gpt2"), "hedgehog"), SimpleNamespace(**RATES)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
     with pytest.raises(OptionError, match="need the optimizer to hold the model's own parameters"):
         group_parameters(other, model, options, ())
-    group_parameters(other, model, SimpleNamespace(**{**RATES, **dict.fromkeys(RATES, None), "mechanism_rate": 1,
-                                                      "attention_rate": 1}), ())  # fmt: skip
+    group_parameters(other, model, SimpleNamespace(**{k: 1 if "rate" in k else None for k in RATES}), ())
 
 
 def test_steps_smaller_than_a_rounding_add_up(tmp_path):

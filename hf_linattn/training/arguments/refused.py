@@ -33,8 +33,8 @@ REFUSED = {
 }
 LEAST = {
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
-    "weight_decay": 0, "mechanism_weight_decay": 0, "attention_weight_decay": 0,
-    "mechanism_rate": 0, "attention_rate": 0,
+    "weight_decay": 0, "mechanism_weight_decay": 0, "attention_weight_decay": 0, "head_weight_decay": 0,
+    "mechanism_rate": 0, "attention_rate": 0, "head_rate": 0,
     "eval_steps": 0, "save_steps": 0, "logging_steps": 0, "neftune_noise_alpha": 0,
 }  # fmt: skip
 LOSSES = (None, "loss", "eval_loss")  # what an evaluation measures

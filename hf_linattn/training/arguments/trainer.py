@@ -79,11 +79,17 @@ class FinetuningArguments(TrainingArguments):
     attention_rate: float = field(
         default=1.0, metadata={"help": "That of the projections around attention, or of adapters, times the rest's."}
     )
+    head_rate: float = field(
+        default=1.0, metadata={"help": "That of a classifier's head and pooler, times the rest's; 20 where it is new."}
+    )
     mechanism_weight_decay: float | None = field(
         default=None, metadata={"help": "Weight decay of the mechanisms; default: weight_decay."}
     )
     attention_weight_decay: float | None = field(
         default=None, metadata={"help": "Weight decay of the projections around attention; default: weight_decay."}
+    )
+    head_weight_decay: float | None = field(
+        default=None, metadata={"help": "Weight decay of the head and the pooler; default: weight_decay."}
     )
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "End a run after that many evaluations without a lower validation loss."}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from hf_linattn.training.classification import SequenceClassification
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.losses.kept_logits import KeptLogits
 from hf_linattn.training.losses.loss_module import LossModule
+from hf_linattn.training.losses.pooled_answers import PooledAnswers
 from hf_linattn.training.task import Task, task_of
 
 
@@ -44,6 +45,7 @@ class Teacher:
         fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
             than its teacher did comes to know it better.
         windows: in which a classifier reads documents that are too long for it, its answers pooled; None: whole.
+        answers: which it has given of documents in windows.
         kept: where its `top_k` likeliest tokens are kept for the next time that a row is seen; None: nowhere.
     """
 
@@ -56,6 +58,7 @@ class Teacher:
     fading: bool = False
     windows: DocumentWindows | None = None
     kept: KeptLogits | None = None
+    answers: PooledAnswers = field(default_factory=PooledAnswers, repr=False, compare=False)
 
     def schedule(self, step: int, max_steps: int) -> float:
         """Return by what `kl_weight` and `hidden_weight` are multiplied in a step."""
@@ -78,7 +81,7 @@ class Teacher:
         """Return the output of the original for `inputs`; `student` may be wrapped (DDP, FSDP)."""
         inputs = without_labels(inputs)
         if self.model is not None and self.windows is not None:
-            return SequenceClassifierOutput(logits=self.windows.pooled_logits(self.model, inputs))  # type: ignore
+            return SequenceClassifierOutput(logits=self.answers.read(self.model, self.windows, inputs))  # type: ignore
         if self.model is not None:
             return self.model(**inputs)
         adapted = next((module for module in student.modules() if isinstance(module, PeftModel)), None)
