@@ -18,7 +18,15 @@ from .config import require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_out import Calibration, Judge, Split, squared_errors, take_the_better, write
-from .inference import accepted, evaluation_mode, prediction_inputs, progress_bar, require_batches, require_tensors
+from .inference import (
+    accepted,
+    evaluation_mode,
+    prediction_inputs,
+    progress_bar,
+    require_batches,
+    require_tensors,
+    shared_by,
+)
 from .lowering import lower
 from .mechanisms import Mechanism
 from .patching import get_mechanisms
@@ -103,23 +111,12 @@ def _own(model: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
             "the mechanisms' parameters are on the meta device between calls, as accelerate offloads them, where"
             " nothing can be fitted; load the model whole, or patch it after it was dispatched"
         )
-    if wrapper := _shared_by(model):
+    if wrapper := shared_by(model):
         raise OptionError(
             f"the model is a {wrapper}, of which each process would fit its own copy or part to its own batches; call"
             " calibrate before the model is wrapped"
         )
     return tensors
-
-
-def _shared_by(model: nn.Module) -> str | None:
-    """Return the class of what shares a model among processes, or None."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    several = torch.distributed.get_world_size() > 1
-    kinds = FSDPModule, FullyShardedDataParallel, *((nn.parallel.DistributedDataParallel,) if several else ())
-    return next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
 
 
 def _fit(

@@ -52,6 +52,20 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def kept_flags(model: nn.Module) -> Iterator[None]:
+    """Give the parameters of a model their `requires_grad` back after a while, each by its name.
+
+    Offloading puts other tensors in their place in every forward, which have the flag of that moment.
+    """
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(before.get(name, parameter.requires_grad))
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return where a model takes its inputs: of weights that accelerate keeps elsewhere, where it runs them.
 
@@ -138,6 +152,17 @@ def require_weights(model: nn.Module) -> None:
             f"{type(architecture.root_model(model)).__name__} is on the meta device, where nothing can be measured;"
             " load it with its weights, as by from_pretrained"
         )
+
+
+def shared_by(model: nn.Module, copies: bool = True) -> str | None:
+    """Return the class of what shares a model among processes, or None: FSDP and, with `copies`, DDP of several."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    copied = copies and torch.distributed.get_world_size() > 1
+    kinds = FSDPModule, FullyShardedDataParallel, *((nn.parallel.DistributedDataParallel,) if copied else ())
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
 
 
 def padding_token(model: nn.Module, tokenizer: Any) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -96,6 +97,17 @@ def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(mon
     with trial.untouched(model.to("meta")):
         model.to_empty(device="cpu")
     assert model.device.type == "meta"
+
+
+def test_a_step_of_what_is_offloaded_is_left_open(caplog):
+    model, rows = make_model("llama"), make_tokens(2, 16)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with trial.patched(model, "local"):
+        material = trial.Material(make_tokenizer(), rows, rows, [], torch.zeros(2), 1, 16, SETTINGS)
+        assert trial.step_seconds(model, material) is None
+    assert "model.embed_tokens.weight is offloaded, and is not trained" in caplog.text
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
 
 
 def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):

@@ -160,7 +160,14 @@ def test_a_model_without_a_mask_exports_with_static_sizes(case):
     torch.testing.assert_close(program(ids), model(ids), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["local", "lsh"])
 @torch.no_grad()
+def test_one_graph_of_what_goes_by_lengths_fails_with_the_remedy(name):
+    compiled = torch.compile(Logits(name, "bert"), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave out\s+fullgraph=True, export with strict=False"):
+        compiled(random_tokens(2, 12))
+
+
 def test_positions_that_may_pack_rows_are_refused_by_what_goes_by_them():
     model, ids = Logits("hybrid", "llama"), random_tokens(2, 21)
     positions = torch.arange(21).remainder(9)[None]

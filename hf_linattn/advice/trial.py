@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import statistics
 import tempfile
@@ -25,7 +26,7 @@ from ..evaluation.next_token import token_losses
 from ..evaluation.paired import half_width
 from ..evaluation.recall import RECALL_TASKS, RecallPrompt, answer_prompts
 from ..evaluation.speed import SpeedRow, measure_speed, prefill_cache, random_input_ids
-from ..inference import evaluation_mode
+from ..inference import evaluation_mode, kept_flags
 from ..patching import get_mechanisms, patch_model, unpatch_model
 from ..pinning import same_configs
 from ..plan import PatchConfig, Plan
@@ -35,6 +36,8 @@ from ..training.data import TrainingData
 from ..training.finetuning import fine_tune
 from ..training.losses.distillation import Teacher
 from ..training.random_states import kept_random_states
+
+logger = logging.getLogger(__name__)
 
 STEPS = 2  # of the recovery that are timed, after one that is not
 REPEATS, DECODED = 2, 16  # of the timings of a forward, tokens that are decoded; the prompts have warmed it up
@@ -179,9 +182,14 @@ def state_size(model: PreTrainedModel, length: int) -> int:
 def step_seconds(model: PreTrainedModel, material: Material) -> float | None:
     """Return the seconds of one step of the recovery: adapters and mechanisms, taught by the same model's softmax.
 
-    None where the first step already ends in a loss that is not finite.
+    None where the first step already ends in a loss that is not finite, and of a model that is not in memory whole,
+    which a Trainer does not train.
     """
     settings = material.settings
+    away = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if away is not None:
+        logger.warning("the seconds of a step are left open: %s is offloaded, and is not trained", away)
+        return None
     count = (STEPS + 1) * settings.batch_size
     rows = material.calibration.repeat(-(-count // len(material.calibration)), 1)[:count]
     columns = {"input_ids": list(rows.numpy()), "labels": list(rows.numpy())}
@@ -247,18 +255,19 @@ def untouched(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def adapters(model: PreTrainedModel, settings: Settings) -> Iterator[nn.Module]:
     """Give a patched model LoRA adapters for a while; which parameters are trained comes back, and their gradients."""
-    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     adapted: Any = None
-    try:
-        for parameter, _, _ in before:
-            parameter.grad = None
-        adapted = add_adapters(model, settings.lora_rank, seed=settings.seed)
-        yield adapted
-    finally:
-        if adapted is not None:
-            adapted.unload()
-        for parameter, trained, gradient in before:
-            parameter.requires_grad_(trained).grad = gradient
+    with kept_flags(model):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            adapted = add_adapters(model, settings.lora_rank, seed=settings.seed)
+            yield adapted
+        finally:
+            if adapted is not None:
+                adapted.unload()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def texts_in_halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..config import MechanismConfig, require_count
 from ..errors import OptionError
 from ..ops import reference
+from ..ops.common.tracing import ends_graph
 from ..ops.linear.interface import Features, causal_linear_attention, linear_attention
 from ..ops.linear.types import LinearState
 from .capabilities import ExactnessLimit
@@ -104,7 +105,7 @@ class CosformerMechanism(SequenceMechanism):
         mask = None if lengths is None else steps < lengths[:, None]
         return linear_attention(query, key, value, Features, Features, mask, policy=self.policy)
 
-    @torch.compiler.disable  # how long sequences are is data
+    @ends_graph  # how long sequences are is data
     def _require_length(self, sizes: Tensor, longest: int) -> None:
         """Raise `OptionError` if a sequence has more tokens than M."""
         size = int(sizes.max())

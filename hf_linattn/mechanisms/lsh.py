@@ -12,7 +12,7 @@ from ..config import require
 from ..ops import reference
 from ..ops.common.numerics import LOWEST
 from ..ops.common.sink_logit import attenuate
-from ..ops.common.tracing import may_write
+from ..ops.common.tracing import ends_graph, may_write
 from ..ops.lsh.interface import LSH, Earlier, Found, Lists, LshCall
 from ..ops.lsh.torch import hash_buckets, pick, sort_keys
 from .capabilities import ExactnessLimit
@@ -112,7 +112,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         drawn = torch.randn(shape, generator=self.generator(), dtype=torch.float32, device="cpu")
         self.register_buffer("rotations", drawn)
 
-    @torch.compiler.disable  # which keys are seen is data: compiled graphs end here and begin again
+    @ends_graph  # which keys are seen is data
     def causal_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, state: LshState | None,
         call: CallOptions = PLAIN,
@@ -134,7 +134,7 @@ class LshMechanism(SoftmaxTypeMechanism, SequenceMechanism):
         last = largest.gather(-1, count[:, None, None].expand(*norms.shape[:2], 1))[..., 0]
         return output, after._replace(length=begin + count, largest=last)
 
-    @torch.compiler.disable
+    @ends_graph
     def bidirectional_sequences(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, call: CallOptions = PLAIN
     ) -> Tensor:

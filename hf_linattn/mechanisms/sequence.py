@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.common.exact_softmax import softmax_attention
 from ..ops.common.padding import find_sequences, from_the_left
-from ..ops.common.tracing import once
+from ..ops.common.tracing import ends_graph, once
 from .base import Mechanism
 from .inputs import PLAIN, CallOptions
 
@@ -75,7 +75,7 @@ class SequenceMechanism(Mechanism):
     def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Any:
         return self.cross_sequences(*from_the_left(key, value, key_padding_mask))
 
-    @torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
+    @ends_graph  # where the sequences lie is data
     def _each_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None,
         state: Any, call: CallOptions,

@@ -34,7 +34,7 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
-from ..inference import prediction_inputs, require_batches, require_tensors, require_weights
+from ..inference import prediction_inputs, require_batches, require_tensors, require_weights, shared_by
 from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
@@ -131,10 +131,15 @@ def choose_plan(
 def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | None) -> list[Mapping[str, Tensor]]:
     """Return batches of text, none for None, once each is known to be what the model takes.
 
-    The model has a vocabulary, and weights.
+    The model has a vocabulary, and weights, all of them in each process.
     """
     require_vocabulary(model)
     require_weights(model)
+    if wrapper := shared_by(model, copies=False):
+        raise OptionError(
+            f"the model is a {wrapper}, of which each process has a part, and gates need whole heads; call choose_plan"
+            " before the model is wrapped"
+        )
     if batches is None:
         return []
     require_batches(batches)

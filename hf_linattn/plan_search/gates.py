@@ -20,7 +20,7 @@ from ..architecture import root_model
 from ..attention_call import AttentionCall, Interceptor, intercept_attention
 from ..config import MechanismConfig
 from ..errors import DataError
-from ..inference import accepted, evaluation_mode
+from ..inference import accepted, evaluation_mode, kept_flags
 from ..mechanisms import Mechanism
 from ..patching import get_mechanisms, patch_model, unpatch_model
 from ..pinning import same_configs
@@ -142,14 +142,9 @@ def gated(model: nn.Module, replace: MechanismConfig, unit: str) -> Iterator[Gat
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Record no gradients of a model's parameters for a while."""
-    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(False)
+    with kept_flags(model):
+        model.requires_grad_(False)
         yield
-    finally:
-        for parameter, wanted in before:
-            parameter.requires_grad_(wanted)
 
 
 class _Room:

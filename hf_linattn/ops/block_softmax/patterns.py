@@ -15,7 +15,7 @@ from ..common.fused_attention import fused_attention
 from ..common.numerics import LOWEST, bounded
 from ..common.precision import accum_dtype, widened
 from ..common.sink_logit import attenuate, with_sink_key
-from ..common.tracing import unrecorded
+from ..common.tracing import ends_graph, unrecorded
 from ..window.autograd import Window, attend_window
 from .autograd import BlockSoftmax, Keys, attend_blocks
 from .types import BlockSoftmaxCall, Pattern
@@ -108,7 +108,7 @@ class Part(NamedTuple):
     end: int
 
 
-@torch.compiler.disable  # nothing of this is data: it follows from the length alone
+@ends_graph  # nothing of this is data: it follows from the length alone
 def make_parts(query: Tensor, key: Tensor, pattern: Pattern, size: int, length: int, causal: bool) -> list[Part]:
     """Divide the query blocks of rows of that length into parts of a size that suits the device."""
     batch, heads, _, head_dim = query.shape

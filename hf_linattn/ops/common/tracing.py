@@ -20,8 +20,17 @@ from torch.utils._pytree import tree_map_only
 
 GRADS_BATCHED = torch._C._dispatch_key_parse("Batched")  # of tensors that `is_grads_batched` maps over
 
+ENDS_GRAPH = (
+    "what this mechanism reads depends on lengths or data, so that compiled graphs end here and begin again; leave out"
+    " fullgraph=True, export with strict=False, or take a mechanism of one graph, such as linear"
+)
 PROXY = torch._C._TorchDispatchModeKey.PROXY  # of the mode in which `make_fx` records
 FAKE = torch._C._TorchDispatchModeKey.FAKE  # of FakeTensorMode
+
+
+def ends_graph(function: Any) -> Any:
+    """Have torch.compile run a function as it is: its graph ends before and another begins behind."""
+    return torch.compiler.disable(function, reason=ENDS_GRAPH)
 
 
 def is_recorded() -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.padding import find_sequences
+from ..common.tracing import ends_graph
 from .torch import SEGMENT_SIZE, inverse_length
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _all_sequences(
     return (pairs @ solution[:, :, None]).flatten(1, 2) * real
 
 
-@torch.compiler.disable  # where the sequences lie is data: compiled graphs end here and begin again
+@ends_graph  # where the sequences lie is data
 def _each_sequence(
     query: Tensor, key: Tensor, value: Tensor, query_map: FeatureMap, key_map: FeatureMap, penalty: Tensor,
     key_padding_mask: Tensor | None, sequence_ids: Tensor,
