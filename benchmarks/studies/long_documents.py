@@ -3,11 +3,12 @@
     python -m benchmarks.studies.long_documents all-MiniLM-L6-v2/ documents/  # results/long_documents.json
 
 The folder holds <set>_train.jsonl, <set>_validation.jsonl and <set>_test.jsonl, rows with `text` and `label`, a class
-number. For each set and seed an encoder is fine-tuned on the first 512 tokens of the documents: `cut`. It reads the
-first 2,048 in overlapping windows: `windows`. With a longer position table and another attention it is trained on
-2,048 tokens, by the labels and by its own pooled answer. The validation split chooses the weights that are kept. Rows
-are written as they end: a run that was stopped goes on. A `cut` whose row is there without its weights is fine-tuned
-anew for the rows that need it; its own row stays.
+number. A logistic regression on the encoder as it comes says what more text is worth: `probe`. For each set and seed
+an encoder is fine-tuned on the first 512 tokens of the documents: `cut`. It reads the first 2,048 in overlapping
+windows: `windows`. With a longer position table and another attention it is trained on 2,048 tokens, by the labels and
+by its own pooled answer. The validation split chooses the weights that are kept. Rows are written as they end: a run
+that was stopped goes on. A `cut` whose row is there without its weights is fine-tuned anew for the rows that need it;
+its own row stays.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from datasets import DatasetDict, load_dataset
 from transformers import set_seed
 
 from benchmarks.measure.classifiers import KeptRows, Material, by_length
+from benchmarks.measure.probes import probe
 from benchmarks.measure.saved_models import save_whole
 from benchmarks.measure.stopwatch import SOFTMAX
-from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, RESULTS, WINDOWS, Document
+from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, PROBES, RESULTS, WINDOWS, Document
 from hf_linattn import calibrate, extend_positions, patch_model
 from hf_linattn.evaluation.document_windows import windows_for
 from hf_linattn.training.losses.distillation import Teacher
@@ -107,6 +109,10 @@ class Study:
         said = {"model": Path(self.model).name, "epochs": self.sizes.epochs, "bf16": self.bf16}
         rows = KeptRows(self.output, "benchmarks.studies.long_documents", **said)
         splits = {each: read_set(each, self.documents) for each in sets}
+        for each, (place, name) in product(sets, PROBES.items()):
+            material = self.material(splits[each], place != CUT)
+            windows = windows_for(material.encoder.tokenizer, self.sizes.window)
+            rows.keep({"set": each, "seed": 0, "row": name}, partial(probe, material, windows))
         for seed, each in product(seeds, sets):
             folder = self.work / Path(self.model).name / f"{each}-{seed}"
             key = {"set": each, "seed": seed}

@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 from scipy import stats
 
 from benchmarks.measure.stopwatch import SOFTMAX
-from benchmarks.result_files import CONTROL, CUT, ORIGINAL, WINDOWS, Document
+from benchmarks.result_files import CONTROL, CUT, ORIGINAL, PROBES, WINDOWS, Document
 from benchmarks.tables.markdown import code, count, options_text, table
 
 TASK_NAMES = {"cola": "CoLA", "sst2": "SST-2", "rte": "RTE"}
-BASELINES = (CUT, WINDOWS, SOFTMAX)
+BASELINES = (CUT, WINDOWS, SOFTMAX, *PROBES.values())
 
 
 def kept_share(scores: Sequence[float], bests: Sequence[float]) -> tuple[float, float, float]:

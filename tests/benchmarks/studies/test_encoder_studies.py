@@ -16,7 +16,7 @@ from datasets import Dataset
 from benchmarks.measure.classifiers import in_batches
 from benchmarks.measure.provenance import without_folders
 from benchmarks.measure.saved_models import save_whole
-from benchmarks.result_files import CONTROL, ROOT
+from benchmarks.result_files import CONTROL, CUT, PROBES, ROOT, WINDOWS
 from benchmarks.studies import encoder_tasks, long_documents, long_documents_speed
 from benchmarks.studies.encoder_tasks import CONVERSIONS, TASKS, Study
 from benchmarks.tables.classifiers import documents_speed_table, documents_table, kept_share, tasks_table
@@ -86,12 +86,14 @@ def test_long_documents_are_cut_read_in_windows_and_read_whole(tmp_path: Path) -
     shutil.rmtree(tmp_path / Path(BERT).name / "sets-1")
     study.run([0, 1], ["sets"], readers)
     rows = {(row["seed"], row["row"]): row for row in json.loads(output.read_text())["rows"]}
-    assert [name for seed, name in rows if seed == 0] == ["cut", "windows", "softmax", "hedgehog"]
+    assert [name for seed, name in rows if seed == 0] == [*PROBES.values(), "cut", "windows", "softmax", "hedgehog"]
+    seen, whole = (rows[0, PROBES[place]] for place in (CUT, WINDOWS))
+    assert whole["score"] == 1 > seen["score"], "the words that tell the class stand behind the first window"
     assert [name for seed, name in rows if seed == 1] == ["cut", "windows", "hedgehog"], "softmax has one seed"
     assert rows[0, "windows"]["stride"] == 11 and rows[0, "hedgehog"]["steps"] == rows[0, "softmax"]["steps"] == 2
     assert all(0 <= row["score"] <= 1 for row in rows.values())
     table = documents_table(json.loads(output.read_text()))
-    assert len(table.splitlines()) == 6 and f"{rows[0, 'softmax']['score']:.3f} |" in table
+    assert len(table.splitlines()) == 8 and f"{rows[0, 'softmax']['score']:.3f} |" in table
 
 
 def test_a_document_is_timed_and_its_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
