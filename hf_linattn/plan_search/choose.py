@@ -97,7 +97,7 @@ def choose_plan(
         **options: the fields of `SearchOptions`, such as lengths, seed, state_bytes and progress.
 
     Raises:
-        OptionError: no such option or one out of range, as nothing or everything kept; a signal that is not finite.
+        OptionError: an option out of range, as nothing or everything kept; a signal that is not finite; FSDP.
         UnknownNameError: no such mechanism, unit, signal or search.
         DataError: the tokenizer lacks what prompts need, or there is no text beyond the window of what replaces heads.
         PatchError: as for `patch_model`.
