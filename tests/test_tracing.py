@@ -160,12 +160,16 @@ def test_a_model_without_a_mask_exports_with_static_sizes(case):
     torch.testing.assert_close(program(ids), model(ids), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["local", "lsh"])
+@pytest.mark.parametrize(("name", "whole"), [("softmax", True), ("linear", True), ("local", False), ("lsh", False)])
 @torch.no_grad()
-def test_one_graph_of_what_goes_by_lengths_fails_with_the_remedy(name):
-    compiled = torch.compile(Logits(name, "bert"), fullgraph=True, backend="eager")
+def test_one_graph_is_right_or_fails_with_the_remedy(name, whole):
+    model, ids, mask = Logits(name, "bert"), random_tokens(2, 12), make_mask(12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    if whole:
+        torch.testing.assert_close(compiled(ids, mask), model(ids, mask), rtol=1e-3, atol=1e-4)
+        return
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"leave out\s+fullgraph=True, export with strict=False"):
-        compiled(random_tokens(2, 12))
+        compiled(ids, mask)
 
 
 def test_positions_that_may_pack_rows_are_refused_by_what_goes_by_them():

@@ -74,7 +74,7 @@ class Reading:
 
 # pooler and head of an embedding model are small or new: at the rate of the rest the loss stays where it begins
 CUT_RATE, HEAD_RATE, KL_WEIGHT = 5e-5, 20.0, 1.0
-CONFIG = {"attention_probs_dropout_prob": 0.0}  # conversions have none; PyTorch's SDPA is 2.7 times as slow with it
+CONFIG = {"attention_probs_dropout_prob": 0.0}  # as conversions, which have none; with it PyTorch makes all weights
 READINGS: Mapping[str, Reading] = {
     "hybrid": Reading("hybrid", {}, 1e-4, calibrated=4),
     "hedgehog": Reading("hedgehog", {}, 3e-4, calibrated=4),

@@ -35,7 +35,6 @@ from hf_linattn.training.finetuning import (
     whole_models,
     without_checkpoints,
 )
-from hf_linattn.training.losses.pooled_answers import PooledAnswers
 from hf_linattn.training.memory_limits import what_helps
 from hf_linattn.training.not_finite import NotFiniteError
 from hf_linattn.training.random_states import kept_random_states
@@ -230,7 +229,7 @@ def price_of_stage(run: TrainingRun, stage: TrainingStage, place: int) -> StageP
 def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model: nn.Module) -> StagePrice:
     plan, teacher = stage.plan(run), stage.teacher(run)
     kept = None if teacher is None else teacher.kept
-    teacher = teacher and replace(teacher, kept=None, answers=PooledAnswers())  # nothing is written or remembered
+    teacher = teacher and replace(teacher, kept=None)  # nothing is written
     other = None if teacher is None else teacher.model
     watch = StepWatch(run.arguments.training.device)
     with _trainer(run, plan, model, teacher, watch) as trainer, trainer.masters():  # as in the training itself

@@ -80,7 +80,7 @@ class FinetuningArguments(TrainingArguments):
         default=1.0, metadata={"help": "That of the projections around attention, or of adapters, times the rest's."}
     )
     head_rate: float = field(
-        default=1.0, metadata={"help": "That of a classifier's head and pooler, times the rest's; 20 where it is new."}
+        default=1.0, metadata={"help": "That of a classifier's head and pooler, times the rest's."}
     )
     mechanism_weight_decay: float | None = field(
         default=None, metadata={"help": "Weight decay of the mechanisms; default: weight_decay."}

@@ -13,7 +13,8 @@ from hf_linattn.evaluation.document_windows import DocumentWindows
 class PooledAnswers:
     """The pooled logits of documents, by their tokens: epochs and trainings at several rates see them again.
 
-    An answer is [K] numbers for K classes, so all of them stay in memory. It is that of a model in eval mode.
+    All are of one model, in eval mode, and of one kind of windows. An answer is [K] numbers for K classes, so all of
+    them stay in memory.
     """
 
     def __init__(self) -> None:
