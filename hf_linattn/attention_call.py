@@ -54,6 +54,17 @@ class AttentionCall(NamedTuple):
         mask = None if self.cross else self.key_padding_mask
         return None if mask is None else mask[:, -self.query.shape[2] :]
 
+    @property
+    def longest_row(self) -> int:
+        """How many real keys the longest row has, or the longest document of packed rows."""
+        batch, _, count, _ = self.key.shape
+        mask, ids = self.key_padding_mask, self.sequence_ids
+        real = self.key.new_ones(batch, count, dtype=torch.bool) if mask is None else mask.bool().expand(batch, -1)
+        if ids is None:
+            return int(real.sum(-1).max())
+        rows = zip(ids.expand(batch, -1), real, strict=True)
+        return max(int(row[own].bincount(minlength=1).max()) for row, own in rows)
+
     def rows(self, chosen: list[int]) -> AttentionCall:
         """Return the call of some of its rows."""
         if len(chosen) == len(self.query):

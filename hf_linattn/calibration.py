@@ -24,6 +24,7 @@ from .inference import (
     prediction_inputs,
     progress_bar,
     require_batches,
+    require_gradients,
     require_tensors,
     shared_by,
 )
@@ -101,11 +102,7 @@ def calibrate(
 
 def _own(model: nn.Module, tensors: list[Tensor]) -> list[Tensor]:
     """Return what is fitted, or raise `OptionError` where it is not this process's own, whole and in memory."""
-    if any(tensor.is_inference() for tensor in tensors):
-        raise OptionError(
-            "the model's mechanisms were made inside torch.inference_mode(), where nothing can be fitted; load the"
-            " model outside of it"
-        )
+    require_gradients("the model's mechanisms", tensors)
     if any(tensor.is_meta for tensor in tensors):
         raise OptionError(
             "the mechanisms' parameters are on the meta device between calls, as accelerate offloads them, where"

@@ -66,6 +66,14 @@ def kept_flags(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(before.get(name, parameter.requires_grad))
 
 
+def require_gradients(what: str, tensors: Iterable[Tensor]) -> None:
+    """Raise `OptionError` where one of the tensors can take part in no gradient; what: how the message calls them."""
+    if any(tensor.is_inference() for tensor in tensors):
+        raise OptionError(
+            f"{what} were made inside torch.inference_mode(), and can have no gradients; load the model outside of it"
+        )
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return where a model takes its inputs: of weights that accelerate keeps elsewhere, where it runs them.
 

@@ -166,6 +166,11 @@ def _require_config(name: str, entry: Any) -> Any:
             f"mechanism {name!r} is to be a subclass of Mechanism whose config_class is a dataclass on"
             f" MechanismConfig, got {entry.__qualname__} with {config!r}; see docs/extending.md"
         )
+    if "__dataclass_fields__" not in vars(config) and (options := vars(config).get("__annotations__")):
+        raise OptionError(
+            f"mechanism {name!r}: {config.__qualname__} names {', '.join(options)}, which are no options as long as it"
+            " is not decorated with @dataclass; decorate it"
+        )
     return config
 
 

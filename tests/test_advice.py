@@ -15,6 +15,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner
 
@@ -32,7 +33,7 @@ from hf_linattn.evaluation.speed import SpeedRow
 from hf_linattn.plan import PatchConfig, name_or_plan
 from hf_linattn.training.data import load_text_splits
 from hf_linattn.training.finetuning import fine_tune
-from tests.helpers import Snapshot, make_tokenizer, make_tokens
+from tests.helpers import Snapshot, logits_of, make_tokenizer, make_tokens
 from tests.models import SHARING, make_model, make_sharing
 
 LLAMA = "recipes/pretrained/llama"
@@ -108,6 +109,18 @@ def test_a_step_of_what_is_offloaded_is_left_open(caplog):
         assert trial.step_seconds(model, material) is None
     assert "model.embed_tokens.weight is offloaded, and is not trained" in caplog.text
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+
+
+def test_a_step_of_what_has_adapters_is_left_open_and_they_stay(caplog):
+    """Those of the step have the same name, and are taken out with all others."""
+    model, rows = make_model("llama"), make_tokens(2, 16)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    before = logits_of(model, rows)
+    with trial.patched(model, "local"):
+        material = trial.Material(make_tokenizer(), rows, rows, [], torch.zeros(2), 1, 16, SETTINGS)
+        assert trial.step_seconds(model, material) is None
+    assert "the model has adapters" in caplog.text
+    assert torch.equal(logits_of(model, rows), before) and model.active_adapters() == ["default"]
 
 
 def test_rows_have_no_more_tokens_than_positions_and_lie_where_the_model_does(monkeypatch):
@@ -338,4 +351,12 @@ def test_what_cannot_be_advised_on_is_refused(texts):
         advise(model, tokenizer, ["w5 " * 300], 64, settings=replace(SETTINGS, windows=9))
     with pytest.raises(DataError, match="no document of one half has the 64 tokens of a row; give longer documents"):
         advise(model, tokenizer, ["w5 " * 20] * 100, 64, settings=SETTINGS)
+    with pytest.raises(DataError, match="no document of one half has the 64 tokens of a row"):
+        advise(model, tokenizer, [], 64, settings=SETTINGS)
+    with pytest.raises(DataError, match=r"texts must be a sequence of texts, got one string; pass \[text\]"):
+        advise(model, tokenizer, "w5 " * 300, 64, settings=SETTINGS)
+    with torch.inference_mode():
+        inside = make_model("llama").to(torch.float64)
+    with pytest.raises(OptionError, match=r"weights were made inside torch.inference_mode\(\).*load the model"):
+        advise(inside, tokenizer, texts, 16)
     assert torch.is_grad_enabled()

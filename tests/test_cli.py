@@ -29,7 +29,7 @@ from hf_linattn.ops.runtime import cpu as library
 from hf_linattn.saved_config import unfinished
 from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import pipeline
-from hf_linattn.training.data import load_file
+from hf_linattn.training.files import load_file
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.conftest import quick_reports

@@ -28,7 +28,7 @@ from hf_linattn import registry as registry_module
 from hf_linattn.cards import changed_options
 from hf_linattn.config import MechanismConfig, make_config
 from hf_linattn.errors import warn_of_former_name
-from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.mechanisms import MECHANISMS, Mechanism, SequenceMechanism
 from hf_linattn.mechanisms.linear import LinearConfig, LinearMechanism
 from hf_linattn.plan import PatchConfig
 from hf_linattn.registry import FORMER_MECHANISMS, RESERVED, Registry
@@ -250,6 +250,23 @@ def test_what_is_no_mechanism_is_refused(own_mechanisms):
     with pytest.raises(OptionError, match="config_class is a dataclass on MechanismConfig, got Mine with"):
         register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": dict}))
     assert "mine" not in list_mechanisms()
+
+
+def test_options_of_what_is_no_dataclass_are_refused(own_mechanisms):
+    config = type("MineConfig", (LinearConfig,), {"__annotations__": {"scale": float}, "scale": 1.0})
+    with pytest.raises(OptionError, match=r"MineConfig names scale, .* not decorated with @dataclass; decorate it"):
+        register_mechanism("mine")(type("Mine", (LinearMechanism,), {"config_class": config}))
+    assert "mine" not in list_mechanisms()
+
+
+@pytest.mark.parametrize(
+    ("base", "method"), [(Mechanism, "bidirectional_attention"), (SequenceMechanism, "bidirectional_sequences")]
+)
+def test_a_method_that_is_not_written_is_named(own_mechanisms, base, method):
+    config = dataclass(type("MineConfig", (MechanismConfig,), {}))
+    register_mechanism("mine")(type("Mine", (base,), {"config_class": config}))
+    with pytest.raises(NotImplementedError, match=f"'mine': Mine has no method {method}, which layer 0 calls"):
+        logits_of(patch_model(make_model("bert"), "mine"), make_tokens(2, 7))
 
 
 def test_an_option_without_a_default_is_asked_for_and_named_in_cards(own_mechanisms):

@@ -19,7 +19,7 @@ from ..errors import DataError, HfLinattnError, OptionError, PatchError, Unsuppo
 from ..evaluation.next_token import evenly, token_losses, whole_windows
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..evaluation.recall import make_prompts
-from ..inference import progress_bar, require_weights
+from ..inference import progress_bar, require_gradients, require_weights
 from ..patching import is_patched
 from ..plan import Plan, plan_as_data
 from ..plan_search import choose_plan
@@ -114,6 +114,7 @@ def advise(
     """
     settings = settings or Settings()
     require_weights(model)
+    require_gradients("the model's weights", model.parameters())
     if is_patched(model):
         raise PatchError(f"{type(model).__name__} is patched already; give the original")
     if is_masked_language_model(model):

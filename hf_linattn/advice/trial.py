@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from ..cache import state_bytes
 from ..calibration import calibrate, what_is_fitted
-from ..config import require_count, require_known, require_seed
+from ..config import require_count, require_known, require_seed, require_texts
 from ..evaluation.next_token import token_losses
 from ..evaluation.paired import half_width
 from ..evaluation.recall import RECALL_TASKS, RecallPrompt, answer_prompts
@@ -30,6 +30,7 @@ from ..inference import evaluation_mode, kept_flags
 from ..patching import get_mechanisms, patch_model, unpatch_model
 from ..pinning import same_configs
 from ..plan import PatchConfig, Plan
+from ..training.adapter_files import has_adapters
 from ..training.adapters import add_adapters
 from ..training.arguments import FinetuningArguments
 from ..training.data import TrainingData
@@ -182,13 +183,16 @@ def state_size(model: PreTrainedModel, length: int) -> int:
 def step_seconds(model: PreTrainedModel, material: Material) -> float | None:
     """Return the seconds of one step of the recovery: adapters and mechanisms, taught by the same model's softmax.
 
-    None where the first step already ends in a loss that is not finite, and of a model that is not in memory whole,
-    which a Trainer does not train.
+    None where the first step already ends in a loss that is not finite, of a model that is not in memory whole, which
+    a Trainer does not train, and of one that has adapters already, which would not outlive those of the recovery.
     """
     settings = material.settings
     away = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if away is not None:
         logger.warning("the seconds of a step are left open: %s is offloaded, and is not trained", away)
+        return None
+    if has_adapters(model):
+        logger.warning("the seconds of a step are left open: the model has adapters, which must not be replaced")
         return None
     count = (STEPS + 1) * settings.batch_size
     rows = material.calibration.repeat(-(-count // len(material.calibration)), 1)[:count]
@@ -273,11 +277,16 @@ def adapters(model: PreTrainedModel, settings: Settings) -> Iterator[nn.Module]:
 def texts_in_halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the texts to fit to and those to measure on; of a single one its halves.
 
-    >>> texts_in_halves(["abcd"])
-    (['ab'], ['cd'])
-    >>> texts_in_halves(["a", "b", "c"])
-    (['a'], ['b', 'c'])
+    Raises:
+        DataError: there is no text, or `texts` is one string.
+
+    Examples:
+        >>> texts_in_halves(["abcd"])
+        (['ab'], ['cd'])
+        >>> texts_in_halves(["a", "b", "c"])
+        (['a'], ['b', 'c'])
     """
+    texts = require_texts("texts", texts)
     if len(texts) == 1:
         middle = len(texts[0]) // 2
         return [texts[0][:middle]], [texts[0][middle:]]

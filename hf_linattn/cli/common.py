@@ -113,7 +113,8 @@ def _has_rows(file: Path) -> bool:
 
 def _rows(file: Path, option: str, column: str) -> list[str]:
     from ..training.columns import misread
-    from ..training.data import load_file, text_of
+    from ..training.data import text_of
+    from ..training.files import load_file
 
     rows = load_file(option, file)
     if column not in rows.column_names:

@@ -71,7 +71,8 @@ def classifier_scores(
     from ..evaluation import position_limit
     from ..evaluation.document_windows import windows_for
     from ..training.arguments import DataArguments
-    from ..training.data import load_file, text_of
+    from ..training.data import text_of
+    from ..training.files import load_file
     from ..training.task import TextEncoder, task_of
 
     if not files:

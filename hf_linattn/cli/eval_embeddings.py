@@ -66,7 +66,8 @@ def read_texts(files: list[Path], options: RowOptions) -> Texts:
     from datasets import concatenate_datasets
 
     from ..evaluation.embeddings import Texts
-    from ..training.data import load_file, text_of
+    from ..training.data import text_of
+    from ..training.files import load_file
 
     columns: dict[str, Any] = {"pair_column": options.text_pair_column}
     rows = [text_of(repr(str(file)), load_file("files", file), options.text_column, **columns) for file in files]

@@ -134,7 +134,7 @@ def windows_of_documents(
 ) -> tuple[Tensor, Tensor]:
     """Return `whole_windows` [B, N] and the number of the text that each is from [B]."""
     texts = require_texts("texts", texts)
-    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"] if texts else []
     places = [(text, i) for text, ids in enumerate(encoded) for i in range(0, len(ids) - length + 1, length)]
     require("texts", len(texts), bool(places), f"documents with at least max_length={length} tokens")
     rows = [encoded[text][i : i + length] for text, i in places]

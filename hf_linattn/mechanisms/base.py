@@ -51,21 +51,28 @@ class Mechanism(Forward):
         state: Any,
     ) -> tuple[Tensor, Any]:
         """Return output and state for Nq = Nk positions that follow `state`."""
-        raise NotImplementedError
+        raise self.unwritten("causal_attention")
 
     def bidirectional_attention(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, sequence_ids: Tensor | None
     ) -> Tensor:
         """Return the output when every query sees every key of its sequence."""
-        raise NotImplementedError
+        raise self.unwritten("bidirectional_attention")
 
     def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Any:
         """Return what is kept of an encoder's tokens for all queries to come: a named tuple, batch first."""
-        raise NotImplementedError
+        raise self.unwritten("cross_state")
 
     def cross_attention(self, query: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the output of queries that follow those that `state` has answered, and the state after them."""
-        raise NotImplementedError
+        raise self.unwritten("cross_attention")
+
+    def unwritten(self, method: str) -> NotImplementedError:
+        """Return the error for a method that a layer needs and that its mechanism does not have."""
+        return NotImplementedError(
+            f"mechanism {self.config.mechanism!r}: {type(self).__name__} has no method {method}, which layer"
+            f" {self.layer.index} calls; write it, or leave {self.layer.mode!r} out of its `modes`"
+        )
 
     def fixed_state(self, state: Any, room: int) -> Any:
         """Return the state as a static cache keeps it: in its next steps no tensor of it has another size or place.

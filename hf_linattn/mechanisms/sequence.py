@@ -33,11 +33,11 @@ class SequenceMechanism(Mechanism):
         the state. An override with a parameter `call` gets the `CallOptions`; the state may be None unless
         `call.keep_state`.
         """
-        raise NotImplementedError
+        raise self.unwritten("causal_sequences")
 
     def bidirectional_sequences(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the output when every query sees every key of its row up to `lengths`."""
-        raise NotImplementedError
+        raise self.unwritten("bidirectional_sequences")
 
     def causal_in_place(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, call: CallOptions = PLAIN
@@ -70,7 +70,7 @@ class SequenceMechanism(Mechanism):
 
     def cross_sequences(self, key: Tensor, value: Tensor, lengths: Tensor | None) -> Any:
         """Return `cross_state` of rows that start at position 0; `lengths` as in `causal_sequences`."""
-        raise NotImplementedError
+        raise self.unwritten("cross_sequences")
 
     def cross_state(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> Any:
         return self.cross_sequences(*from_the_left(key, value, key_padding_mask))

@@ -34,7 +34,14 @@ from ..chosen_plan import ChosenPlan, PlanRecord
 from ..config import MechanismConfig, make_config, require, require_known
 from ..dtypes import in_fast_dtype
 from ..errors import DataError, OptionError
-from ..inference import prediction_inputs, require_batches, require_tensors, require_weights, shared_by
+from ..inference import (
+    prediction_inputs,
+    require_batches,
+    require_gradients,
+    require_tensors,
+    require_weights,
+    shared_by,
+)
 from ..mechanisms import MECHANISMS
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import original_attention
@@ -135,6 +142,7 @@ def read_batches(model: nn.Module, batches: Iterable[Mapping[str, Tensor]] | Non
     """
     require_vocabulary(model)
     require_weights(model)
+    require_gradients("the model's weights", model.parameters())
     if wrapper := shared_by(model, copies=False):
         raise OptionError(
             f"the model is a {wrapper}, of which each process has a part, and gates need whole heads; call choose_plan"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..chunked_sums import chunk_rows, sum_by_chunks
-from ..masks import sequence_ids
 from ..sensitivity import log_probabilities, logits_of, real_tokens
 from .gates import Gates
 from .options import Signal
@@ -21,23 +19,8 @@ def beyond_windows(batches: Sequence[Mapping[str, Any]], gates: Gates) -> list[M
     Raises:
         DataError: there is none.
     """
-    return gates.beyond_window(batches, [_longest_row(batch) for batch in batches], "batches: the longest row", "text")
-
-
-def _longest_row(batch: Mapping[str, Any]) -> int:
-    """Return the most real tokens that a row of a batch has, or a document of packed rows."""
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    real = None if mask is None else torch.as_tensor(mask).bool()
-    if positions is not None:
-        positions = torch.as_tensor(positions)
-        packed = sequence_ids(positions, None, real, positions.shape[-1], positions.shape[-1])
-        if packed is not None:
-            kept = torch.ones_like(packed, dtype=torch.bool) if real is None else real
-            rows = zip(packed, kept, strict=True)
-            return max(int(row[own].bincount(minlength=1).max()) for row, own in rows)
-    if real is not None:
-        return int(real.sum(-1).max())
-    return max(int(value.shape[1]) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 1)
+    lengths = [gates.longest_row(batch) for batch in batches]
+    return gates.beyond_window(batches, lengths, "batches: the longest row", "text")
 
 
 class DivergenceSignal(Signal):

@@ -90,6 +90,22 @@ class Gates:
             )
         return [example for example, length in zip(examples, lengths, strict=True) if length > self.window]
 
+    def longest_row(self, inputs: Mapping[str, Any]) -> int:
+        """Return the most real tokens, of a row or of a document of packed rows, that a layer attends to.
+
+        Layers are asked, as inputs may be frames or samples of which several make a token.
+        """
+        found: list[int] = []
+
+        def count(call: AttentionCall, mechanism: Mechanism) -> Tensor:
+            found.append(call.longest_row)
+            return call.run_softmax(mechanism)
+
+        counters = {path: partial(count, mechanism=mechanism) for path, mechanism in self.mechanisms.items()}
+        with torch.no_grad(), intercept_attention(self.mechanisms, counters):
+            self.model(**{**inputs, **accepted(self.model, use_cache=False)})
+        return max(found)
+
     def run(self, values: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the model's output with these gates [U]; gradients reach those."""
         self.values = values

@@ -31,7 +31,7 @@ from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE, r
 from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_json, write_whole
 from hf_linattn.config import require_count
-from hf_linattn.errors import CheckpointError, OptionError, PatchError
+from hf_linattn.errors import CheckpointError, OptionError, PatchError, UnsupportedModelError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.positions.tables import position_tables
 from hf_linattn.reading import one_line, reading
@@ -224,6 +224,14 @@ def merge_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> PreTr
     return merged
 
 
+def _predicts_next_tokens(model: nn.Module) -> bool:
+    """Return whether a model has a causal head; one with a head that no recipe trains has none."""
+    try:
+        return task_of(model) is CAUSAL
+    except UnsupportedModelError:
+        return False
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into a model."""
     return any(isinstance(part, ADAPTED) for part in model.modules())
@@ -315,7 +323,7 @@ def save_adapter(
     described = AdapterConfig(
         **_options_of(config) | {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": base},
         modules_to_save=[*own, *(x for x in config.modules_to_save or () if x != MECHANISM)] or None,
-        task_type=TaskType.CAUSAL_LM if task_of(adapted) is CAUSAL else None, max_positions=max_positions,
+        task_type=TaskType.CAUSAL_LM if _predicts_next_tokens(adapted) else None, max_positions=max_positions,
         hf_linattn=get_patch_config(adapted).to_dict(),
     )  # fmt: skip
     tensors = {

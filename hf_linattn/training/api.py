@@ -14,7 +14,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.plan import Plan, plan_as_data
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
-from hf_linattn.training.arguments import DISTILLATION, FINETUNING, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, FINETUNING, known_options, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
 from hf_linattn.training.data import IN_MEMORY
 from hf_linattn.training.pipeline import carry_out
@@ -144,8 +144,7 @@ class Recipe:
         converted = {"mechanism": plan} if isinstance(plan, str) else {"plan": plan_as_data(plan)}
         named = {"model_name_or_path": name_of(model), "output_dir": path_of("output_dir", output_dir, FOLDER)}
         named |= converted | options
-        known = {f.name for kind in self.kinds for f in fields(kind) if f.init}
-        self._flags = flags_of(named, known)
+        self._flags = flags_of(named, *known_options(self.kinds))
         self.arguments = parse_arguments(self._flags, self.kinds)
         given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
         for (split, dataset), argument in zip(given.items(), IN_MEMORY.values(), strict=True):

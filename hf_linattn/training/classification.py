@@ -279,6 +279,12 @@ class Regression(SequenceClassification):
         missing = sum(label is None or label != label for label in labels)
         if missing:
             raise DataError(f"label: {missing} of {len(labels)} texts have no number; leave them out")
+        most = torch.finfo(torch.float32).max
+        if beyond := [label for label in labels if abs(label) > most]:
+            raise DataError(
+                f"label: {len(beyond)} of {len(labels)} texts have a number beyond {most:.1e}, such as {beyond[0]}, of"
+                " which no loss can be taken; scale the labels, or leave these texts out"
+            )
         return [float(label) for label in labels]
 
     def predicted(self, labels: Tensor) -> Tensor:

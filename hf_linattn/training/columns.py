@@ -17,6 +17,8 @@ LABELS: dict[tuple[str, ...], str] = {  # by the dtypes of labels: what the colu
         " 'single_label_classification' in the model's config",
     NUMBERS: "numbers",
 }
+UNNAMED = "__index_level_"  # what pandas calls the first fields of rows with more of them than the header
+SEPARATORS = {";": "semicolons", "\t": "tabs"}
 
 
 def check_columns(
@@ -62,15 +64,29 @@ def _check_there(place: str, dataset: Dataset, named: Mapping[str, str], convers
     raise DataError(f"{given} {what} of {place}; {remedy}{hint}")
 
 
+def check_header(place: str, dataset: Dataset) -> None:
+    """Raise `DataError` where rows of a table have more fields than its header: the first ones are then no column."""
+    header = [name for name in dataset.column_names if not name.startswith(UNNAMED)]
+    if len(header) < len(dataset.column_names):
+        remedy = _separated(header) or "put quotation marks around texts with commas in them"
+        raise DataError(f"{place} has rows with more fields than its header, {', '.join(header)}; {remedy}")
+
+
 def misread(dataset: Dataset) -> str | None:
     """Return what to do with a file whose rows were not found, as its only column or row shows; None: they were."""
     names = dataset.column_names
-    if len(names) == 1 and ";" in names[0]:
-        return "its columns are separated by semicolons; save the file with commas between them"
+    if remedy := _separated(names):
+        return remedy
     inside = [name for name in names if isinstance(getattr(dataset.features[name], "feature", None), Mapping)]
     if len(dataset) == 1 and inside:
         return f"its rows stand inside {inside[0]!r}; put them at the top of the file, in a list or one a line"
     return None
+
+
+def _separated(names: Sequence[str]) -> str | None:
+    """Return what to do with a table that has no commas between its columns, as the only name shows; else None."""
+    found = next((what for mark, what in SEPARATORS.items() if len(names) == 1 and mark in names[0]), None)
+    return found and f"its columns are separated by {found}; save the file with commas between them"
 
 
 def _check_kind(
@@ -83,6 +99,8 @@ def _check_kind(
         return
     values = dataset[column][:] if kind.startswith("float") and "int" in kinds else []
     given = [value for value in values if value is not None]
+    if values and not given:
+        raise DataError(f"{name}={column!r} of {place} has no value in any row; name a column of {wanted}")
     if len(given) < len(values) and all(value.is_integer() for value in given):
         raise DataError(
             f"{name}={column!r} of {place} has no value in {len(values) - len(given)} of {len(values)} rows, so that"

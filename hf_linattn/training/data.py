@@ -8,13 +8,10 @@ Bidirectional transformers models ignore the restarts unless they are patched.
 
 from __future__ import annotations
 
-import glob
 import logging
 import math
-import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
-from datasets import logging as datasets_logging
-from datasets.exceptions import DatasetGenerationError
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
 
-from hf_linattn.errors import DataError, did_you_mean
+from hf_linattn.errors import DataError
 from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
-from hf_linattn.reading import one_line, reading, require_file
+from hf_linattn.reading import reading
 from hf_linattn.training.columns import CLASSES, NUMBERS, check_columns
 from hf_linattn.training.conversations import ANSWERS
 from hf_linattn.training.corpus import standard_library_corpus
-from hf_linattn.training.file_types import FILE_BUILDERS
+from hf_linattn.training.files import load_file
 
 # by the option that names the file of a split: the argument that gives it in Python
 IN_MEMORY = {"train_file": "train_dataset", "validation_file": "eval_dataset", "test_file": "test_dataset"}
@@ -251,37 +246,6 @@ class PackedMaskingCollator:
         inputs, labels = self.masking.torch_mask_tokens(input_ids[None].clone())
         # a random token that the model lacks leaves the one that stood there
         return inputs[0].where(inputs[0] < self.vocab_size, input_ids), labels[0]
-
-
-def load_file(option: str, path: Path, split: str = "train") -> Dataset:
-    """Load one local file with the builder of its extension; option: named it."""
-    require_file(option, path)
-    if not path.stat().st_size:
-        raise DataError(f"{option}={str(path)!r} is empty")
-    extension = path.suffix.lower()
-    if extension not in FILE_BUILDERS:
-        hint = did_you_mean(extension, FILE_BUILDERS)
-        raise DataError(f"{option}={str(path)!r}: unknown extension {extension!r}{hint}")
-    builder = FILE_BUILDERS[extension]
-    options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}  # of Notepad, too
-    pattern = glob.escape(os.path.abspath(path))  # whole, as names of folders are read as patterns, too
-    try:
-        with _said_once():
-            return load_dataset(builder, data_files={split: pattern}, split=split, **options)
-    except (DatasetGenerationError, OSError, ValueError) as error:
-        reason = one_line(error.__cause__ or error)
-        raise DataError(f"{option}={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """Keep `datasets` from logging the error that it raises."""
-    before = datasets_logging.get_verbosity()
-    datasets_logging.set_verbosity(datasets_logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets_logging.set_verbosity(before)
 
 
 def text_of(

@@ -66,7 +66,7 @@ def what_helps(arguments: Arguments, disk: bool = False) -> str:
     """
     model, data, recipe, training, distillation = arguments
     some: dict[str, bool] = {
-        "lora_rank, as 8": distillation.lora_rank is None,
+        "lora_rank, as 8": arguments.distils and distillation.lora_rank is None,
         "control 'none'": recipe.control == FULL,
         "another output_dir": disk,
         "save_total_limit 1": disk and training.save_total_limit != 1,

@@ -32,7 +32,7 @@ from hf_linattn.chosen_plan import PlanRecord
 from hf_linattn.evaluation.recall import OwnAnswer
 from hf_linattn.plan_search import SEARCHES
 from hf_linattn.plan_search.recall_signal import RecallSignal
-from hf_linattn.support.tiny import tiny_config
+from hf_linattn.support.tiny import tiny_config, tiny_inputs, tiny_model
 from tests.evaluation.recall_reader import bundled_tokenizer
 from tests.helpers import Snapshot, assert_close, logits_of, make_tokens
 from tests.models import SHARING, make_model, make_sharing
@@ -172,6 +172,14 @@ def test_inference_mode_around_it_changes_nothing():
     assert records[1].scores == records[0].scores
 
 
+def test_what_was_made_inside_inference_mode_is_refused_and_stays():
+    with torch.inference_mode():
+        model = make_retriever().to(torch.float64)
+    with pytest.raises(OptionError, match=r"weights were made inside torch.inference_mode\(\).*load the model"):
+        choose(model, 1)
+    assert all(parameter.requires_grad for parameter in model.parameters()) and not is_patched(model)
+
+
 def test_where_recall_cannot_choose_divergence_does_and_says_so(caplog):
     wrong = [SimpleNamespace(**{**vars(p), "answer_ids": [9]}) for p in make_prompts()]
     cases = {
@@ -226,6 +234,19 @@ def test_rows_within_the_window_say_nothing():
         for batches in ([long], [short, long, padded])
     )
     assert got == want
+
+
+@pytest.mark.parametrize(("name", "longest"), [("bart", 20), ("whisper", 64)])
+def test_rows_are_as_long_as_what_layers_attend_to(name, longest):
+    """Of an encoder-decoder the decoder may read more, and of a spectrogram the first dimension is no length."""
+    model = tiny_model(name)
+    batch = tiny_inputs(model) | {"decoder_input_ids": make_tokens(2, 20)}
+    if name == "bart":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    options = {"signal": "divergence", "prompts": None, "batches": [batch]}
+    with pytest.raises(DataError, match=f"batches: the longest row has {longest} tokens"):
+        choose(model, 1, replace={"streaming": {"window_size": longest, "num_sink_tokens": 0}}, **options)
+    assert len(choose(model, 1, replace=WINDOW, **options).record.kept) == 1 and not is_patched(model)
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from hf_linattn import get_mechanisms, is_patched, patch_model
 from hf_linattn.errors import CheckpointError, OptionError, PatchError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.report import Report
+from hf_linattn.support.tiny import tiny_model
 from hf_linattn.training import adapter_files, load_adapter
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.stages.adapter import AdapterStage
@@ -133,6 +135,23 @@ def test_adapters_of_embeddings_are_added_up_too(tmp_path):
         adapter_files.save_adapter(models[-1], tmp_path / str(seed), "base", before=before)
     both = load_adapter(original(), tmp_path / "1")
     torch.testing.assert_close(logits_of(both), logits_of(models[-1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(make_model, "bert", "ForTokenClassification"),
+        partial(make_model, "llama", "Model"),
+        partial(tiny_model, "whisper"),
+    ],
+)
+def test_an_adapter_of_a_head_that_no_recipe_trains_is_saved(tmp_path, make):
+    adapted = add_adapters(patch_model(make(), "hedgehog"), rank=2)
+    adapter_files.save_adapter(adapted, tmp_path, "base")
+    assert json.loads((tmp_path / adapter_files.CONFIG_FILE).read_text())["task_type"] is None
+    loaded = load_adapter(make(), tmp_path)
+    for key, weight in adapted.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], weight), key
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

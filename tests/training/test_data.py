@@ -18,12 +18,12 @@ from hf_linattn.training.data import (
     IGNORED_LABEL,
     PackedMaskingCollator,
     is_held_out,
-    load_file,
     load_text_splits,
     text_of,
     text_splits,
     tokenize_and_pack,
 )
+from hf_linattn.training.files import load_file
 
 BLOCK_SIZE = 16
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
@@ -283,6 +283,13 @@ def test_nothing_given_means_the_bundled_corpus():
          "text_column='text' and label_column='label' are no columns of the train split; give --text_column NAME"
          " --label_column NAME. Known: class, document"),
         ("data.csv", "text;label\na;b\n", {}, "columns are separated by semicolons; save .* commas .* text;label"),
+        ("data.csv", "text;label\na, b;c\n", {}, "text;label; its columns are separated by semicolons; save"),
+        ("data.csv", "text\tlabel\na, b\tc\n", {}, "its columns are separated by tabs; save"),
+        ("data.csv", "text,label\na, b,c\nd, e,f\n", {},
+         "more fields than its header, text, label; put quotation marks around texts with commas"),
+        ("data.csv", "text,label\n", {}, "train_file='.*' has no rows"),
+        ("data.csv", "text,label\na,\nb,\n", {"label_column": "label"},
+         "label_column='label' of the train split has no value in any row; name a column of"),
         ("data.json", '{"v": 1, "data": [{"text": "a"}, {"text": "b"}]}', {}, "rows stand inside 'data'; put .* top"),
         ("data.jsonl", '{"text": 1}', {}, "text_column='text' of the train split holds int64"),
         ("data.jsonl", '{"text": "a"}\n{"text": ', {}, "data.jsonl.* is not valid json"),
@@ -296,6 +303,22 @@ def test_bad_files_raise_data_errors(tmp_path, name, content, options, message):
         path.write_text(content)
     with pytest.raises(DataError, match=message):
         load_text_splits(train_file=path, **options)
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.jsonl", "data.txt"])
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_files_are_read_as_utf8_alone(tmp_path, name, encoding):
+    path = tmp_path / name
+    path.write_bytes('{"text": "café"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=rf"train_file='.*{name}' is not UTF-8 \(.*\); save it as UTF-8"):
+        load_file("train_file", path)
+
+
+def test_words_of_a_table_that_others_take_for_missing_values_are_words(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("text,label\nnull,None\nN/A,NA\n,a\n")
+    found = load_file("train_file", path)
+    assert found["text"][:] == ["null", "N/A", None] and found["label"][:] == ["None", "NA", "a"]
 
 
 def test_a_broken_file_is_reported_once(tmp_path):

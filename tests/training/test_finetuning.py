@@ -117,6 +117,7 @@ def test_one_of_several_gpus_is_trained_on_and_the_log_says_so(tmp_path, monkeyp
     ("flags", "message"),
     [
         (["--blok_size", "4"], "unknown option '--blok_size'; did you mean block_size"),
+        (["--lora_rank", "4"], "unknown option '--lora_rank'; it is one of the recipe distill"),
         (["--window-size", "4"], """; it is one of a mechanism: give mechanism_options '{"window_size"""),
         (["--block_size", "1"], "block_size must be at least 2, got 1"),
         (["--block_size", "many"], "block_size"),

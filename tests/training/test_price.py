@@ -19,6 +19,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.ops.runtime.cpu import KEPT
 from hf_linattn.training import finetuning, price
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
+from hf_linattn.training.memory_limits import what_helps
 from hf_linattn.training.pipeline import main
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.price import checkpoints_at_once, in_short, in_time, price_of, price_of_stage, stages_to_do
@@ -157,6 +158,12 @@ def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):
 def test_checkpoints_at_once(options, expected):
     names = ("save_strategy", "save_steps", "save_total_limit")
     assert checkpoints_at_once(SimpleNamespace(**dict(zip(names, options, strict=True)))) == expected
+
+
+def test_adapters_help_where_the_recipe_knows_them():
+    flags = ["--model_name_or_path", "m", "--mechanism", "linear", "--output_dir", "out"]
+    assert "lora_rank" in what_helps(parse_arguments(flags, DISTILLATION))
+    assert "lora_rank" not in what_helps(parse_arguments(flags))
 
 
 def test_what_does_not_fit_is_refused_with_what_helps_before_anything_is_written(material, tmp_path, monkeypatch):

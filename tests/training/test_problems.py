@@ -98,6 +98,8 @@ def test_a_number_is_learnt_by_squares():
     assert validation_loss(model, data, 3) == pytest.approx(squares, rel=1e-5)
     with pytest.raises(DataError, match="label: 8 of 8 texts have no number"):
         rows_of(model, [math.nan] * 8)
+    with pytest.raises(DataError, match=r"label: 2 of 8 texts have a number beyond 3.4e\+38, such as inf.*scale the"):
+        rows_of(model, [*labels[:6], math.inf, -1e300])
     with pytest.raises(DataError, match="holds string; name a column of numbers"):
         rows_of(model, ["a"] * 8)
 

@@ -8,6 +8,7 @@ from .parsing import (
     FINETUNING,
     Arguments,
     check_budget,
+    known_options,
     long_step,
     parse_arguments,
     read_arguments,
@@ -19,5 +20,5 @@ from .trainer import FinetuningArguments
 __all__ = [
     "ALONE", "AUTO", "BESIDE", "DISTILLATION", "FINETUNING", "FULL", "LORA", "NONE", "WINDOW", "Arguments",
     "DataArguments", "DistillationArguments", "FinetuningArguments", "ModelArguments", "RecipeArguments",
-    "check_budget", "long_step", "parse_arguments", "read_arguments", "tokens_per_step",
+    "check_budget", "known_options", "long_step", "parse_arguments", "read_arguments", "tokens_per_step",
 ]  # fmt: skip

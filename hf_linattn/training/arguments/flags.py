@@ -54,9 +54,11 @@ def plain_name(flag: str) -> str:
     return flag.lstrip("-").partition("=")[0].replace("-", "_")
 
 
-def unknown_option(name: object, known: set[str]) -> OptionError:
-    """Name the nearest options; all of them would be a page."""
+def unknown_option(name: object, known: set[str], of_distill: Set[str] = frozenset()) -> OptionError:
+    """Name the nearest options; all of them would be a page. of_distill: those that `distill` has beside."""
     plain = plain_name(str(name))
+    if plain in of_distill:
+        return OptionError(f"unknown option {name!r}; it is one of the recipe distill, in place of finetune")
     if "mechanism_options" in known and with_option(plain):
         shown = json.dumps({plain: "..."})
         return OptionError(f"unknown option {name!r}; it is one of a mechanism: give mechanism_options '{shown}'")
@@ -72,17 +74,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise OptionError(f"the configuration file {str(path)!r} is not UTF-8 ({error}); save it as UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
-        raise OptionError(f"the configuration file {str(path)!r} cannot be read: {error}") from error
+        raise OptionError(f"the configuration file {str(path)!r} cannot be read: {one_line(error)}") from error
     require(str(path), content, isinstance(content, Mapping), "a mapping of option names to values")
     return dict(content)
 
 
-def flags_of(options: Mapping[str, Any], known: set[str]) -> list[str]:
+def flags_of(
+    options: Mapping[str, Any], known: set[str], of_distill: Set[str] = frozenset()
+) -> list[str]:
     """Turn options into flags; several values come as a list, a tuple, a range or a set."""
     flags: list[str] = []
     for name, value in options.items():
         if name not in known:
-            raise unknown_option(name, known)
+            raise unknown_option(name, known, of_distill)
         if value is False and name.endswith("_strategy"):
             value = "no"  # which YAML reads as False
         if value is not None:

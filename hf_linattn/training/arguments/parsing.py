@@ -34,6 +34,11 @@ class Arguments(NamedTuple):
     distillation: DistillationArguments = DistillationArguments()
 
     @property
+    def distils(self) -> bool:
+        """Whether the recipe is `distill`; without it its group is the one that stands above."""
+        return self.distillation is not self._field_defaults["distillation"]
+
+    @property
     def control_trains(self) -> str:
         """What a control of this run trains: `lora` adapters or all weights, `full`."""
         given = self.recipe.control
@@ -71,22 +76,30 @@ def read_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> A
     >>> arguments.model.mechanism, arguments.data.block_size, arguments.training.seed
     ('linear', 256, 7)
     """
-    known = {f.name for kind in kinds for f in dataclasses.fields(kind) if f.init}
+    known, others = known_options(kinds)
     with refusing(argv):
         line = CommandLine(argv)
-    flags = flags_of(line.options(), known) + line.flags
+    flags = flags_of(line.options(), known, others) + line.flags
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False, add_help=False)  # type: ignore[arg-type]
     with refusing(flags):
         *parsed, unknown = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        raise unknown_option(unknown[0], known)
+        raise unknown_option(unknown[0], known, others)
     arguments = Arguments(*parsed)
     check_stages(arguments.training, {plain_name(flag) for flag in flags if flag.startswith("--")})
     _check_finite(arguments)
     _check_together(arguments)
     return arguments
+
+
+def known_options(kinds: Sequence[type]) -> tuple[set[str], set[str]]:
+    """Return the options of these groups, and those that the recipe `distill` alone has."""
+    own, every = (
+        {f.name for kind in groups for f in dataclasses.fields(kind) if f.init} for groups in (kinds, DISTILLATION)
+    )
+    return own, every - own
 
 
 def _check_finite(arguments: Arguments) -> None:
