@@ -113,15 +113,7 @@ def advise(
         HfLinattnError: every plan is refused, the last one for this.
     """
     settings = settings or Settings()
-    require_weights(model)
-    require_gradients("the model's weights", model.parameters())
-    if is_patched(model):
-        raise PatchError(f"{type(model).__name__} is patched already; give the original")
-    if is_masked_language_model(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is no causal language model, and has no recall that could be generated;"
-            " convert it with a mechanism of docs/mechanisms.md and compare it with `hf-linattn eval`"
-        )
+    require_original(model)
     require_count("length", length)
     limit = position_limit(model)
     fits = limit is None or length + ROOM <= limit
@@ -143,6 +135,19 @@ def advise(
         length, float(material.original_losses.mean()), recall, tuple(trials),
         recommend(trials, recall, settings).name, settings,
     )  # fmt: skip
+
+
+def require_original(model: PreTrainedModel) -> None:
+    """Raise, as `advise` does, unless a model is a causal one that is not patched, and can have gradients."""
+    require_weights(model)
+    require_gradients("the model's weights", model.parameters())
+    if is_patched(model):
+        raise PatchError(f"{type(model).__name__} is patched already; give the original")
+    if is_masked_language_model(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no causal language model, and has no recall that could be generated;"
+            " convert it with a mechanism of docs/mechanisms.md and compare it with `hf-linattn eval`"
+        )
 
 
 def try_plans(

@@ -316,9 +316,9 @@ def test_files_are_read_as_utf8_alone(tmp_path, name, encoding):
 
 def test_words_of_a_table_that_others_take_for_missing_values_are_words(tmp_path):
     path = tmp_path / "data.csv"
-    path.write_text("text,label\nnull,None\nN/A,NA\n,a\n")
+    path.write_text("text,label\nnull,None\nnan,NA\n,a\n")
     found = load_file("train_file", path)
-    assert found["text"][:] == ["null", "N/A", None] and found["label"][:] == ["None", "NA", "a"]
+    assert found["text"][:] == ["null", "nan", None] and found["label"][:] == ["None", "NA", "a"]
 
 
 def test_a_broken_file_is_reported_once(tmp_path):
