@@ -195,16 +195,16 @@ retrieval: install ## an embedding model before and after: make retrieval MODEL=
 	$(BIN)/python -m benchmarks.studies.retrieval $(MODEL) $(WIKITEXT)
 	$(TABLES)
 
-long-embeddings: install ## which article a paragraph is from: make long-embeddings MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2; hours, resumes
-	$(BIN)/python -m benchmarks.studies.long_embeddings $(MODEL) $(WIKITEXT)
+long-embeddings: install ## which article a paragraph is from: make long-embeddings MODEL=all-MiniLM-L6-v2 WIKITEXT=wikitext-2; BF16=1 trains in bfloat16; hours, resumes
+	$(BIN)/python -m benchmarks.studies.long_embeddings $(MODEL) $(WIKITEXT) $(BF16:%=--bf16)
 	$(TABLES)
 
-encoder-tasks: install ## classifiers of sentences before and after: make encoder-tasks MODEL=all-MiniLM-L6-v2 TASKS=glue; hours, resumes
-	$(BIN)/python -m benchmarks.studies.encoder_tasks $(MODEL) --task-dir $(TASKS)
+encoder-tasks: install ## classifiers of sentences before and after: make encoder-tasks MODEL=all-MiniLM-L6-v2 TASKS=glue; BF16=1 trains in bfloat16; hours, resumes
+	$(BIN)/python -m benchmarks.studies.encoder_tasks $(MODEL) --task-dir $(TASKS) $(BF16:%=--bf16)
 	$(TABLES)
 
-long-documents: install ## classifiers of documents: make long-documents MODEL=all-MiniLM-L6-v2 DOCUMENTS=documents; hours, resumes
-	$(BIN)/python -m benchmarks.studies.long_documents $(MODEL) $(DOCUMENTS)
+long-documents: install ## classifiers of documents: make long-documents MODEL=all-MiniLM-L6-v2 DOCUMENTS=documents; BF16=1 trains in bfloat16; hours, resumes
+	$(BIN)/python -m benchmarks.studies.long_documents $(MODEL) $(DOCUMENTS) $(BF16:%=--bf16)
 	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl
 	$(BIN)/python -m benchmarks.studies.long_documents_speed $(MODEL) $(DOCUMENTS)/author20_test.jsonl --dtype bfloat16 \
 		--output benchmarks/results/long_documents_speed_bfloat16.json

@@ -51,7 +51,7 @@ RECALL_BOARD_FILE, RECALL_BOARD_PLOT = "recall_board.json", "recall_board.png"
 AS_IT_COMES, CALIBRATED = "untrained", "calibrated"  # how a conversion is, as it comes and after `calibrate`
 CONTROL = "control"  # softmax, trained as the conversions are
 CUT, WINDOWS = "cut", "windows"  # rows of a classifier that reads the first window, or all of them
-PROBES = {CUT: "probe, cut", WINDOWS: "probe, windows"}  # of a logistic regression on the encoder as it comes
+PROBE = "probe, "  # before the name of a reader: a logistic regression on its states
 ORIGINAL, MEAN_OF_VALUES = "original", "mean of the values"  # rows of the zero-shot results that are no mechanism
 
 

@@ -126,7 +126,7 @@ class Material:
             ).result
         return {
             "learning_rate": rate, "texts": len(rows.train), "steps": steps, "epochs": epochs,
-            "validation_loss": result["eval_loss"], "head_rate": head_rate,
+            "validation_loss": result["eval_loss"], "head_rate": head_rate, "bf16": self.bf16,
         }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A logistic regression on what a pretrained encoder says of documents: what their length is worth before training."""
+"""A logistic regression on what an encoder says of documents: what their length is worth to a head alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hf_linattn.training.classification import PaddingCollator
 INVERSE_PENALTIES = (0.003, 0.03, 0.3, 3.0)  # of which the validation texts choose one
 
 
-def probe(material: Material, windows: DocumentWindows) -> Document:
+def probe(material: Material, model: PreTrainedModel, windows: DocumentWindows) -> Document:
     """Fit a logistic regression to the mean hidden state of each document, and return its score on the test.
 
-    windows: in which the encoder reads; the means of several count by their tokens.
+    model: a classifier whose encoder reads, in `windows`; the means of several count by their tokens.
     """
-    model = material.load().eval()
+    model.eval()
     (train, labels), (chosen, chosen_labels), (test, test_labels) = (
         _features(model, material, split, windows) for split in ("train", "validation", "test")
     )

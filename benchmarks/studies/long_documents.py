@@ -3,16 +3,19 @@
     python -m benchmarks.studies.long_documents all-MiniLM-L6-v2/ documents/  # results/long_documents.json
 
 The folder holds <set>_train.jsonl, <set>_validation.jsonl and <set>_test.jsonl, rows with `text` and `label`, a class
-number. A logistic regression on the encoder as it comes says what more text is worth: `probe`. For each set and seed
-an encoder is fine-tuned on the first 512 tokens of the documents: `cut`. It reads the first 2,048 in overlapping
-windows: `windows`. With a longer position table and another attention it is trained on 2,048 tokens, by the labels and
-by its own pooled answer. The validation split chooses the weights that are kept. Rows are written as they end: a run
-that was stopped goes on. A `cut` whose row is there without its weights is fine-tuned anew for the rows that need it;
-its own row stays.
+number. A reader is an encoder that takes the first 512 tokens of a document: `cut`, or the first 2,048 in overlapping
+windows: `windows`, or whole, with a longer position table and another attention.
+A probe trains a head alone, a logistic regression on the mean state. The encoder of the first two is the pretrained
+one as it comes; the others learn on the training documents, without labels, what it says of them in windows.
+The other rows train all weights. For each set and seed an encoder is fine-tuned on the first 512 tokens; it reads
+windows, too; the others go on from it on 2,048 tokens, by the labels and by its own pooled answer. The validation
+split chooses the weights that are kept. Rows are written as they end: a run that was stopped goes on. A `cut` whose
+row is there without its weights is fine-tuned anew for the rows that need it; its own row stays.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,9 +31,10 @@ from benchmarks.measure.classifiers import KeptRows, Material, by_length
 from benchmarks.measure.probes import probe
 from benchmarks.measure.saved_models import save_whole
 from benchmarks.measure.stopwatch import SOFTMAX
-from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, PROBES, RESULTS, WINDOWS, Document
+from benchmarks.result_files import CUT, LONG_DOCUMENTS_FILE, PROBE, RESULTS, WINDOWS, Document
 from hf_linattn import calibrate, extend_positions, patch_model
 from hf_linattn.evaluation.document_windows import windows_for
+from hf_linattn.training.api import Calibrate, Distill, Distillation
 from hf_linattn.training.losses.distillation import Teacher
 
 SETS = ("author20", "movie_reviews_long")
@@ -46,6 +50,7 @@ class Sizes:
         window: tokens of the first table, and of a window. length: of the longer one.
         cut_epochs, epochs: of the model that reads the first window, and of those that read whole documents.
         batch_size, long_batch_size: documents of a step.
+        taught: tokens of documents that teach an encoder to read them whole, before a probe.
     """
 
     window: int = 512
@@ -54,6 +59,7 @@ class Sizes:
     epochs: float = 4
     batch_size: int = 4
     long_batch_size: int = 4
+    taught: int = 300_000
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def read_set(name: str, folder: Path) -> DatasetDict:
 
 @dataclass
 class Study:
-    """A pretrained encoder, where sets of documents lie, and where models and results go."""
+    """An embedding model, where sets of documents lie, and where models and results go."""
 
     model: str
     documents: Path
@@ -104,15 +110,23 @@ class Study:
     sizes: Sizes
     bf16: bool = False
 
-    def run(self, seeds: Iterable[int], sets: Sequence[str], readings: Mapping[str, Reading]) -> None:
-        """Measure the rows that are missing."""
-        said = {"model": Path(self.model).name, "epochs": self.sizes.epochs, "bf16": self.bf16}
+    def run(
+        self, seeds: Iterable[int], sets: Sequence[str], readings: Mapping[str, Reading], heads_only: bool = False
+    ) -> None:
+        """Measure the rows that are missing. heads_only: the probes alone."""
+        said = {"model": Path(self.model).name, "epochs": self.sizes.epochs}
         rows = KeptRows(self.output, "benchmarks.studies.long_documents", **said)
         splits = {each: read_set(each, self.documents) for each in sets}
-        for each, (place, name) in product(sets, PROBES.items()):
-            material = self.material(splits[each], place != CUT)
-            windows = windows_for(material.encoder.tokenizer, self.sizes.window)
-            rows.keep({"set": each, "seed": 0, "row": name}, partial(probe, material, windows))
+        for each, name in product(sets, (CUT, WINDOWS)):
+            material = self.material(splits[each], name != CUT)
+            rows.keep({"set": each, "seed": 0, "row": PROBE + name}, partial(self.probed, material))
+        for name, seed, each in product(readings, seeds, sets):
+            material, reading = self.material(splits[each], True), readings[name]
+            if seed < reading.seeds:
+                taught = partial(self.taught, material, seed, reading)
+                rows.keep({"set": each, "seed": seed, "row": PROBE + name}, taught)
+        if heads_only:
+            return
         for seed, each in product(seeds, sets):
             folder = self.work / Path(self.model).name / f"{each}-{seed}"
             key = {"set": each, "seed": seed}
@@ -135,6 +149,27 @@ class Study:
         sizes, classes = self.sizes, len({*splits["train"]["label"]})
         length, batch = (sizes.length, sizes.long_batch_size) if whole else (sizes.window, sizes.batch_size)
         return Material(splits, self.model, length, METRIC, classes, batch, self.bf16, CONFIG)
+
+    def probed(self, material: Material) -> Document:
+        """Return the score of a probe on the pretrained encoder, which reads windows."""
+        return probe(material, material.load(), windows_for(material.encoder.tokenizer, self.sizes.window))
+
+    def taught(self, material: Material, seed: int, reading: Reading) -> Document:
+        """Have the pretrained encoder in windows teach a conversion that reads documents whole, and probe that."""
+        sizes, splits = self.sizes, material.splits
+        few = splits["validation"].select(range(sizes.long_batch_size))  # for a report that nobody reads
+        fitted = [Calibrate(reading.calibrated * sizes.length)] if reading.calibrated else []
+        stages = [*fitted, Distill(sizes.taught, block_size=sizes.length, learning_rate=reading.learning_rate)]
+        with tempfile.TemporaryDirectory(dir=self.work) as folder:
+            training = Distillation(
+                self.model, {reading.mechanism or SOFTMAX: dict(reading.options)}, splits["train"], stages, folder,
+                splits["validation"], few, max_positions=sizes.length, control="none", seed=seed,
+                document_window=sizes.window, per_device_train_batch_size=sizes.long_batch_size, bf16=self.bf16,
+                per_device_eval_batch_size=sizes.long_batch_size, speed_lengths=[sizes.length], report_to="none",
+            ).run().training  # fmt: skip
+            model = material.load(Path(folder))
+        found = probe(material, model, windows_for(material.encoder.tokenizer, sizes.length))
+        return {**asdict(reading), "trained": training.tokens, "bf16": self.bf16, **found}
 
     def fine_tuned(self, material: Material, seed: int, folder: Path) -> Document:
         """Fine-tune the encoder on the first window of each document, keep it, and return its score there."""
@@ -172,7 +207,7 @@ class Study:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="folder or Hub name of an encoder with a table of 512 positions")],
+    model: Annotated[str, typer.Argument(help="folder or Hub name of an embedding model with 512 positions")],
     documents: Annotated[Path, typer.Argument(help="folder with <set>_<split>.jsonl")],
     documents_set: Annotated[list[str] | None, typer.Option("--set", help="repeatable; by default both")] = None,
     reading: Annotated[list[str] | None, typer.Option(help="repeatable; by default all")] = None,
@@ -181,12 +216,14 @@ def main(
     work: Annotated[Path, typer.Option(help="folder for models and checkpoints")] = Path("runs/long_documents"),
     output: Annotated[Path, typer.Option(help="the JSON file")] = RESULTS / LONG_DOCUMENTS_FILE,
     bf16: Annotated[bool, typer.Option(help="train in bfloat16, where the processor has it")] = False,
+    heads_only: Annotated[bool, typer.Option("--heads-only", help="the probes alone")] = False,
 ) -> None:
     """Measure the rows that are missing."""
     work.mkdir(parents=True, exist_ok=True)
     readings = {name: READINGS[name] for name in reading or READINGS}
     seeds = range(SEEDS) if seed is None else seed
-    Study(model, documents, work, output, Sizes(epochs=epochs), bf16).run(seeds, documents_set or SETS, readings)
+    study = Study(model, documents, work, output, Sizes(epochs=epochs), bf16)
+    study.run(seeds, documents_set or SETS, readings, heads_only)
     typer.echo(f"wrote {output}")
 
 

@@ -95,7 +95,7 @@ class Study:
 
     def run(self, readings: Mapping[str, Reading]) -> None:
         """Measure the rows that are missing."""
-        said = {"model": Path(self.model).name, "tokens": self.tokens, "bf16": self.bf16}
+        said = {"model": Path(self.model).name, "tokens": self.tokens}
         rows = KeptRows(self.output, "benchmarks.studies.long_embeddings", **said)
         for name, length in ((CUT, self.sizes.window), (WINDOWS, self.sizes.length)):
             rows.keep({"row": name}, partial(self.in_windows, length))
@@ -142,7 +142,7 @@ class Study:
         modules = SentenceModel(str(folder))
         return {
             "mechanism": reading.mechanism, "options": reading.options, "learning_rate": reading.learning_rate,
-            "calibrated": reading.calibrated, "trained": report.training.tokens,
+            "calibrated": reading.calibrated, "trained": report.training.tokens, "bf16": self.bf16,
             **self.score(modules, modules.take_encoder(), sizes.length, None),
         }  # fmt: skip
 

@@ -9,11 +9,11 @@ from statistics import fmean, stdev
 from scipy import stats
 
 from benchmarks.measure.stopwatch import SOFTMAX
-from benchmarks.result_files import CONTROL, CUT, ORIGINAL, PROBES, WINDOWS, Document
+from benchmarks.result_files import CONTROL, CUT, ORIGINAL, PROBE, WINDOWS, Document
 from benchmarks.tables.markdown import code, count, options_text, table
 
 TASK_NAMES = {"cola": "CoLA", "sst2": "SST-2", "rte": "RTE"}
-BASELINES = (CUT, WINDOWS, SOFTMAX, *PROBES.values())
+BASELINES = (CUT, WINDOWS, SOFTMAX)
 
 
 def kept_share(scores: Sequence[float], bests: Sequence[float]) -> tuple[float, float, float]:
@@ -83,7 +83,9 @@ def documents_table(document: Document) -> str:
             scores = [row["score"] for place, row in own.items() if place[0] == each]
             spread = f" ({min(scores):.3f} to {max(scores):.3f})" if len(scores) > 1 else ""
             cells.append(f"{fmean(scores):.3f}{spread}" if scores else "")
-        lines.append([name if name in BASELINES else code(name), *cells])
+        reader = name.removeprefix(PROBE)
+        shown = reader if reader in BASELINES else code(reader)
+        lines.append([PROBE * name.startswith(PROBE) + shown, *cells])
     return table(["reader", *sets], lines)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 
 from benchmarks.measure.classifiers import in_batches
 from benchmarks.measure.provenance import without_folders
 from benchmarks.measure.saved_models import save_whole
-from benchmarks.result_files import CONTROL, CUT, PROBES, ROOT, WINDOWS
+from benchmarks.result_files import CONTROL, CUT, PROBE, ROOT, WINDOWS
 from benchmarks.studies import encoder_tasks, long_documents, long_documents_speed
 from benchmarks.studies.encoder_tasks import CONVERSIONS, TASKS, Study
 from benchmarks.tables.classifiers import documents_speed_table, documents_table, kept_share, tasks_table
@@ -78,22 +79,32 @@ def write_documents(folder: Path, name: str, count: int) -> None:
 def test_long_documents_are_cut_read_in_windows_and_read_whole(tmp_path: Path) -> None:
     for split, count in (("train", 8), ("validation", 4), ("test", 6)):
         write_documents(tmp_path, f"sets_{split}", count)
-    sizes = long_documents.Sizes(window=24, length=520, cut_epochs=1, epochs=1, batch_size=4, long_batch_size=4)
+    sizes = long_documents.Sizes(
+        window=24, length=520, cut_epochs=1, epochs=1, batch_size=4, long_batch_size=4, taught=4160
+    )
     output = tmp_path / "out" / "long_documents.json"
     readers = {name: long_documents.READINGS[name] for name in ("hedgehog", "softmax")}
-    study = long_documents.Study(BERT, tmp_path, tmp_path, output, sizes)
+    model = str(tmp_path / "embeddings")
+    SentenceTransformer(BERT, device="cpu").save_pretrained(model, create_model_card=False)
+    study = long_documents.Study(model, tmp_path, tmp_path, output, sizes)
+    study.run([0, 1], ["sets"], {"softmax": readers["softmax"]}, heads_only=True)
+    probes = [CUT, WINDOWS, "softmax"]
+    assert [row["row"] for row in json.loads(output.read_text())["rows"]] == [PROBE + name for name in probes]
     study.run([0, 1], ["sets"], {"softmax": readers["softmax"]})
-    shutil.rmtree(tmp_path / Path(BERT).name / "sets-1")
+    shutil.rmtree(tmp_path / Path(model).name / "sets-1")
     study.run([0, 1], ["sets"], readers)
     rows = {(row["seed"], row["row"]): row for row in json.loads(output.read_text())["rows"]}
-    assert [name for seed, name in rows if seed == 0] == [*PROBES.values(), "cut", "windows", "softmax", "hedgehog"]
-    seen, whole = (rows[0, PROBES[place]] for place in (CUT, WINDOWS))
-    assert whole["score"] == 1 > seen["score"], "the words that tell the class stand behind the first window"
-    assert [name for seed, name in rows if seed == 1] == ["cut", "windows", "hedgehog"], "softmax has one seed"
+    names = [*probes, "cut", "windows", "softmax", "hedgehog"]
+    assert {name for seed, name in rows if seed == 0} == {*names[3:], *(PROBE + name for name in (*probes, names[6]))}
+    seen, *others = (rows[0, PROBE + name]["score"] for name in (CUT, WINDOWS, "softmax", "hedgehog"))
+    assert others == [1, 1, 1] and seen < 1, "the words that tell the class stand behind the first window"
+    own = {"cut", "windows", "hedgehog", PROBE + "hedgehog"}
+    assert {name for seed, name in rows if seed == 1} == own, "softmax has one seed"
     assert rows[0, "windows"]["stride"] == 11 and rows[0, "hedgehog"]["steps"] == rows[0, "softmax"]["steps"] == 2
     assert all(0 <= row["score"] <= 1 for row in rows.values())
     table = documents_table(json.loads(output.read_text()))
-    assert len(table.splitlines()) == 8 and f"{rows[0, 'softmax']['score']:.3f} |" in table
+    assert len(table.splitlines()) == 10 and "| probe, `hedgehog` |" in table
+    assert f"{rows[0, 'softmax']['score']:.3f} |" in table
 
 
 def test_a_document_is_timed_and_its_bytes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
