@@ -278,7 +278,7 @@ def texts_in_halves(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the texts to fit to and those to measure on; of a single one its halves.
 
     Raises:
-        DataError: there is no text, or `texts` is one string.
+        DataError: `texts` is one string, or holds something else than texts.
 
     Examples:
         >>> texts_in_halves(["abcd"])

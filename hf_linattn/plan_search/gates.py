@@ -104,7 +104,7 @@ class Gates:
         counters = {path: partial(count, mechanism=mechanism) for path, mechanism in self.mechanisms.items()}
         with torch.no_grad(), intercept_attention(self.mechanisms, counters):
             self.model(**{**inputs, **accepted(self.model, use_cache=False)})
-        return max(found)
+        return max(found, default=0)
 
     def run(self, values: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the model's output with these gates [U]; gradients reach those."""

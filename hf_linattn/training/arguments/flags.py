@@ -79,9 +79,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def flags_of(
-    options: Mapping[str, Any], known: set[str], of_distill: Set[str] = frozenset()
-) -> list[str]:
+def flags_of(options: Mapping[str, Any], known: set[str], of_distill: Set[str] = frozenset()) -> list[str]:
     """Turn options into flags; several values come as a list, a tuple, a range or a set."""
     flags: list[str] = []
     for name, value in options.items():
