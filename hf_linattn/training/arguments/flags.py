@@ -18,7 +18,18 @@ from hf_linattn.errors import HfLinattnError, OptionError
 from hf_linattn.mechanism_table import with_option
 from hf_linattn.reading import one_line
 
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where PyYAML has libyaml
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where PyYAML has libyaml
+
+
+class ConfigLoader(SAFE_LOADER):
+    """Reads YAML in which no name stands twice: of two values one would be lost."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 @contextmanager
@@ -70,7 +81,7 @@ def unknown_option(name: object, known: set[str], of_distill: Set[str] = frozens
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=SAFE_LOADER)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)
     except UnicodeDecodeError as error:
         raise OptionError(f"the configuration file {str(path)!r} is not UTF-8 ({error}); save it as UTF-8") from error
     except (OSError, yaml.YAMLError) as error:
