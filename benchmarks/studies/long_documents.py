@@ -157,7 +157,7 @@ class Study:
     def taught(self, material: Material, seed: int, reading: Reading) -> Document:
         """Have the pretrained encoder in windows teach a conversion that reads documents whole, and probe that."""
         sizes, splits = self.sizes, material.splits
-        few = splits["validation"].select(range(sizes.long_batch_size))  # for a report that nobody reads
+        few = splits["validation"].take(sizes.long_batch_size)  # for a report that nobody reads
         fitted = [Calibrate(reading.calibrated * sizes.length)] if reading.calibrated else []
         stages = [*fitted, Distill(sizes.taught, block_size=sizes.length, learning_rate=reading.learning_rate)]
         with tempfile.TemporaryDirectory(dir=self.work) as folder:

@@ -29,37 +29,38 @@ READING: Mapping[str, Mapping[str, Any]] = {
 def load_file(option: str, path: Path, split: str = "train") -> Dataset:
     """Load one local file with the builder of its extension; option: named it."""
     require_file(option, path)
+    place = f"{option}={str(path)!r}"
     if not path.stat().st_size:
-        raise DataError(f"{option}={str(path)!r} is empty")
+        raise DataError(f"{place} is empty")
     extension = path.suffix.lower()
     if extension not in FILE_BUILDERS:
         hint = did_you_mean(extension, FILE_BUILDERS)
-        raise DataError(f"{option}={str(path)!r}: unknown extension {extension!r}{hint}")
+        raise DataError(f"{place}: unknown extension {extension!r}{hint}")
     builder = FILE_BUILDERS[extension]
     if builder in READ_AS_TEXT:
-        _require_utf8(option, path)
+        _require_utf8(place, path)
     pattern = glob.escape(os.path.abspath(path))  # whole, as names of folders are read as patterns, too
     try:
         with _said_once():
             found = load_dataset(builder, data_files={split: pattern}, split=split, **READING.get(builder, {}))
     except (DatasetGenerationError, OSError, ValueError) as error:
         if str(error).endswith("corresponds to no data!"):  # as `datasets` says of a header alone
-            raise DataError(f"{option}={str(path)!r} has no rows") from error
+            raise DataError(f"{place} has no rows") from error
         reason = one_line(error.__cause__ or error)
-        raise DataError(f"{option}={str(path)!r} is not valid {builder}: {reason}; repair the file") from error
+        raise DataError(f"{place} is not valid {builder}: {reason}; repair the file") from error
     if builder == "csv":
-        check_header(f"{option}={str(path)!r}", found)
+        check_header(place, found)
     return found
 
 
-def _require_utf8(option: str, path: Path) -> None:
+def _require_utf8(place: str, path: Path) -> None:
     """Raise `DataError` unless a file is UTF-8: some builders leave that to whoever reads a row."""
     try:
         with path.open(encoding="utf-8") as file:
             while file.read(2**20):
                 pass
     except UnicodeDecodeError as error:
-        raise DataError(f"{option}={str(path)!r} is not UTF-8 ({error}); save it as UTF-8") from error
+        raise DataError(f"{place} is not UTF-8 ({error}); save it as UTF-8") from error
 
 
 @contextmanager

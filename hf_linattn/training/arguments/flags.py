@@ -25,7 +25,7 @@ class ConfigLoader(SAFE_LOADER):
     """Reads YAML in which no name stands twice: of two values one would be lost."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        names = [key.value for key, _ in node.value]
+        names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise yaml.constructor.ConstructorError(None, None, f"{twice!r} stands there twice", node.start_mark)
