@@ -59,7 +59,8 @@ from hf_linattn.evaluation import perplexity
 from hf_linattn.training.arguments.help import help_if_asked
 from hf_linattn.training.arguments.trainer import bfloat16_pays
 from hf_linattn.training.checkpoints import last_complete_checkpoint
-from hf_linattn.training.data import PackedMaskingCollator, load_text_splits, tokenize_and_pack
+from hf_linattn.training.data import load_text_splits, tokenize_and_pack
+from hf_linattn.training.masking import MaskedAnew, PackedMaskingCollator
 from hf_linattn.training.pretraining.architectures import (
     ARCHITECTURES,
     build_model,
@@ -244,12 +245,9 @@ def put_in_place(folder: Path, target: Path) -> Path:
 
 
 def train_on_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    corpus: DatasetDict,
-    options: PretrainArguments,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus: DatasetDict, options: PretrainArguments,
     folder: Path,
-) -> list[dict[str, float]]:
+) -> list[dict[str, float]]:  # fmt: skip
     """Train in stages, on rows of packed documents; return the losses on the way."""
     masked = tokenizer.mask_token is not None
     history: list[dict[str, float]] = []
@@ -264,13 +262,15 @@ def train_on_text(
             per_device_eval_batch_size=count,
             save_strategy="no",
         )
+        masking = PackedMaskingCollator(tokenizer, MLM_PROBABILITY) if masked else None
         with packing_honoured(model, masked):
             trainer = Trainer(
                 model=model,
                 args=arguments,
                 train_dataset=rows["train"],
                 eval_dataset=rows["validation"],
-                data_collator=PackedMaskingCollator(tokenizer, MLM_PROBABILITY) if masked else default_data_collator,
+                data_collator=masking or default_data_collator,
+                callbacks=[MaskedAnew(masking)] if masking else [],
             )
             trainer.train()
         history += [{"block_size": block_size} | entry for entry in losses(trainer)]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from ..atomic_io import is_writable
@@ -142,8 +143,10 @@ def check_shard_size(max_shard_size: str) -> None:
 
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise OptionError(f"max_shard_size must be a size like 5GB or 500MB, got {max_shard_size!r}") from error
+        positive = float(max_shard_size.rstrip(ascii_letters)) > 0
+    except ValueError:
+        positive = False
+    require("max_shard_size", max_shard_size, positive, "a size like 5GB or 500MB")
 
 
 def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:

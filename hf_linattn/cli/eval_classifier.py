@@ -70,6 +70,7 @@ def classifier_scores(
 
     from ..evaluation import position_limit
     from ..evaluation.document_windows import windows_for
+    from ..evaluation.label_metrics import chosen_metrics
     from ..training.arguments import DataArguments
     from ..training.data import text_of
     from ..training.files import load_file
@@ -80,6 +81,7 @@ def classifier_scores(
     require_count("batch_size", batch_size)
     loaded, tokenizer = read_model("model", model, dtype), read_tokenizer("model", model)
     task: Any = task_of(loaded)
+    chosen_metrics(task.problem, options.metrics)
     limit, window = position_limit(loaded), options.document_window
     if window is not None and options.text_pair_column:
         raise OptionError(f"document_window={window}: windows of two texts have no rule; leave it out")

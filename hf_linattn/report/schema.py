@@ -30,6 +30,7 @@ from ..errors import CheckpointError, did_you_mean
 from ..evaluation import Fidelity, LongLosses, MemoryRow, SpeedRow, crossover_length
 from ..evaluation.label_metrics import REGRESSION
 from ..reading import reading
+from ..training.run_folders import STAGES
 from ..versions import installed_version
 from .classifiers import MetricRow, ReadingRow
 from .four_models import Accuracies, Perplexities, Scores, SquaredErrors
@@ -276,7 +277,9 @@ class Report:
     def load(cls, directory: str | os.PathLike[str], option: str = "directory") -> Report:
         """Read the `report.json` of a directory; see `from_json`. option: how errors call the directory."""
         path = Path(directory) / REPORT_FILE
-        with reading(option, directory, "give the output directory of a recipe"):
+        begun = Path(directory, STAGES).is_dir() and not path.is_file()
+        going_on = "its run is not finished: give the command of its recipe again, which goes on with it"
+        with reading(option, directory, going_on if begun else "give the output directory of a recipe"):
             text = path.read_text(encoding="utf-8")
         return cls.from_json(text)
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_linattn import get_mechanisms
 from hf_linattn.architecture import attention_projections, root_model
 from hf_linattn.calibration import own_parameters
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, did_you_mean
 from hf_linattn.transformers_bridge import MECHANISM
 
 
@@ -37,11 +37,13 @@ def add_adapters(
         seed: of the adapters' first weights; the global random state is left alone.
 
     Raises:
-        OptionError: a target has its weight in common with another module, as a tied head has it.
+        OptionError: no module is called as a target says, or a target has its weight in common with another module,
+            as a tied head has it.
     """
     mechanisms = get_mechanisms(model)
     root = root_model(model)
     targets = list(target_modules or (p for path in mechanisms for p in attention_projections(root, path)))
+    _require_modules(model, targets)
     _require_own_weights(model, targets)
     config = LoraConfig(
         r=rank,
@@ -58,6 +60,16 @@ def add_adapters(
     # with a name, PEFT would look for its config at every checkpoint, to see whether the vocabulary has changed
     adapted.peft_config[adapted.active_adapter].base_model_name_or_path = ""  # type: ignore[index]
     return adapted  # type: ignore[return-value]
+
+
+def _require_modules(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise `OptionError` for a target that is no module's name; PEFT asks for one of them all."""
+    names = [name for name, _ in model.named_modules()]
+    own = {name.rpartition(".")[2] for name in names} - {""}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            nearest = did_you_mean(target, (name for name in own if not name.isdigit()))
+            raise OptionError(f"lora_target_modules has {target!r}, which is the name of no module{nearest}")
 
 
 def _require_own_weights(model: nn.Module, targets: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,10 +10,12 @@ from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_linattn.config import require
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.document_windows import DocumentWindows
 from hf_linattn.evaluation.samples import Sample
 from hf_linattn.training.arguments import AUTO, Arguments, DataArguments, ModelArguments, RecipeArguments
+from hf_linattn.training.arguments.distillation import OF_TEACHERS
 from hf_linattn.training.conversations import render_conversations
 from hf_linattn.training.data import TrainingData, read_splits, text_splits
 
@@ -44,6 +47,11 @@ class Task:
                 raise OptionError(
                     f"{name}={value}: it is of embedding models, which have a modules.json; leave it out"
                 )
+        taught = bool(arguments.recipe.kl_weight or arguments.recipe.hidden_weight)
+        for f in (f for f in fields(arguments.distillation) if f.name in OF_TEACHERS):
+            given = getattr(arguments.distillation, f.name)
+            expected = f"{f.default} without kl_weight or hidden_weight, as the loss is that of the data alone"
+            require(f.name, given, taught or given == f.default, expected)
 
     def compares_rows(self, arguments: Arguments) -> bool:
         """Return whether the loss compares the rows of a batch, so that others of them are another loss."""

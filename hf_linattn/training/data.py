@@ -1,4 +1,4 @@
-"""From text to rows of tokens: loading splits, packing documents without attending across borders, masking.
+"""From text to rows of tokens: loading splits, packing documents without attending across borders.
 
 A packed row holds several documents one after another. What keeps them apart is `position_ids`, which restart at 0
 with every document: causal transformers models then build a block-diagonal mask, provided they receive neither an
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from tqdm.auto import tqdm
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, default_data_collator
+from transformers import PreTrainedTokenizerBase, default_data_collator
 
 from hf_linattn.errors import DataError
 from hf_linattn.evaluation.perplexity import IGNORED_LABEL, tokens_inside
@@ -195,57 +193,6 @@ def tokenize_and_pack(
         raise DataError(f"block_size={block_size}: no row holds a part of an answer; raise it or give other text")
     rows = {name: list(values.reshape(-1, block_size)[kept]) for name, values in columns.items()}
     return Dataset.from_dict(rows).with_format("torch")
-
-
-class PackedMaskingCollator:
-    """Stack packed rows and mask them for masked language modelling; `position_ids` stay, no mask is added.
-
-    Masking is that of transformers' `DataCollatorForLanguageModeling` (of the chosen tokens 80 % become the mask
-    token, 10 % a random token, 10 % stay; special tokens are never chosen), whose own padding would add the
-    `attention_mask` that hides the restarts of `position_ids`.
-
-    Args:
-        mlm_probability: share of the tokens to predict.
-        seed: None draws new masks every time, from torch's global generator (training). With a seed, a row's masks
-            depend on the seed and on its tokens alone, not on its batch or on what came before (evaluation).
-        vocab_size: tokens that the model has, where the tokenizer may have more; None: all.
-
-    Raises:
-        DataError: the tokenizer has no mask token, or the model has no embedding for it.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, seed: int | None = None,
-        vocab_size: int | None = None,
-    ):  # fmt: skip
-        if tokenizer.mask_token is None:
-            raise DataError("mask_token=None: masked language modelling needs a tokenizer that has a mask token")
-        number: Any = tokenizer.mask_token_id
-        if vocab_size is not None and number >= vocab_size:
-            raise DataError(
-                f"mask_token={tokenizer.mask_token!r} has the number {number}, beyond the {vocab_size} tokens of the"
-                " model; give the tokenizer that the model was trained with"
-            )
-        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        self.masking = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=mlm_probability)
-        self.seed = seed
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        masked = [self._mask(torch.as_tensor(row["input_ids"])) for row in rows]
-        return {
-            "input_ids": torch.stack([input_ids for input_ids, _ in masked]),
-            "position_ids": torch.stack([torch.as_tensor(row["position_ids"]) for row in rows]),
-            "labels": torch.stack([labels for _, labels in masked]),
-        }
-
-    def _mask(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mask one row, from its own generator where a seed was given."""
-        if self.seed is not None:
-            row_seed = zlib.crc32(input_ids.numpy().tobytes(), self.seed)
-            self.masking.generator = torch.Generator().manual_seed(row_seed)
-        inputs, labels = self.masking.torch_mask_tokens(input_ids[None].clone())
-        # a random token that the model lacks leaves the one that stood there
-        return inputs[0].where(inputs[0] < self.vocab_size, input_ids), labels[0]
 
 
 def text_of(

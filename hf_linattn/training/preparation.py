@@ -60,6 +60,7 @@ def prepare(
     """
     model_options, data_options, recipe_options, training, distillation = arguments
     directory = RunDirectory(training.output_dir or "", training)
+    directory.check_apart(arguments)
     directory.check(recipe_options.overwrite_output_dir, training.resume_from_checkpoint is not None)
     name = model_options.model_name_or_path or ""
     with training.main_process_first(local=False):  # mistakes in files first: neither budget nor model hides them
@@ -68,8 +69,7 @@ def prepare(
     model, task = load_task(name, model_options.dtype)
     if is_patched(model):
         raise OptionError(f"model_name_or_path={name!r} is converted already; give the original")
-    digests = {"model_digest": model_digest(model)}
-    table = position_limit(model)
+    digests, table = {"model_digest": model_digest(model)}, position_limit(model)
     if model_options.max_positions is not None:
         extend_positions(model, model_options.max_positions)
         warn_of_short_rows(arguments, table)

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.json_files import read_object
 from hf_linattn.reading import one_line
-from hf_linattn.training.arguments import FinetuningArguments
+from hf_linattn.training.arguments import Arguments, FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
 from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
 RECIPE = "recipe"  # the record of the options the run was started with
+RESULTS = ("report.*", "evaluation*.json")  # what says how good the model of a run is, until another takes its place
 
 
 class RunDirectory:
@@ -33,6 +35,19 @@ class RunDirectory:
     def __init__(self, path: str | Path, training: FinetuningArguments):
         self.path = Path(path)
         self.training = training
+
+    def check_apart(self, arguments: Arguments) -> None:
+        """Raise `OptionError` if a run here would write over the model, the tokenizer or the control that it reads."""
+        own, model = self.path.resolve(), arguments.model
+        for name, place in {
+            "model_name_or_path": model.model_name_or_path, "tokenizer_name": model.tokenizer_name,
+            "control_dir": arguments.recipe.control_dir,
+        }.items():  # fmt: skip
+            if place and (read := Path(place)).exists() and read.resolve().is_relative_to(own):
+                raise OptionError(
+                    f"output_dir={str(self.path)!r} holds {name}={place!r}, which a run reads and could write over;"
+                    " give another output_dir"
+                )
 
     def check(self, overwrite: bool = False, resume: bool = False) -> None:
         """Raise what `open` raises of the folder alone, and write nothing."""
@@ -59,8 +74,10 @@ class RunDirectory:
             CheckpointError: `resume`, but there is nothing to resume.
         """
         with self.training.main_process_first(local=False):
-            if self.training.should_save and overwrite:
-                for folder in (STAGES, CONTROL, WINDOW, ADAPTER):
+            if self.training.should_save and overwrite and self._file(RECIPE).is_file():  # folders of others stay
+                for file in chain.from_iterable(map(self.path.glob, RESULTS)):
+                    file.unlink()
+                for folder in (CONTROL, WINDOW, ADAPTER, STAGES):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
             self.check(overwrite, resume)
             started = self.finished(RECIPE)

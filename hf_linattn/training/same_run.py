@@ -49,6 +49,9 @@ COMPARED = "compared_rows"
 # how a step is divided into batches; a run continues with others of as many rows, unless these are compared
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "train_batch_size")
 
+# settled by other options, where they are not given
+DERIVED = frozenset(("control_learning_rates", "lr_search_tokens", "train_batch_size"))
+
 FORMER = {"control": FULL, "max_test_tokens": 0}  # what older runs did where they recorded nothing
 
 # what is recorded beside the options: of what it is the digest, and which options it comes from
@@ -79,7 +82,9 @@ def training_options(training: FinetuningArguments) -> dict[str, Any]:
 
 
 def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the first name, by the alphabet, whose values differ; an option that is not recorded had its default.
+    """Return the first name whose values differ, by the alphabet; an option that is not recorded had its default.
+
+    What follows from other options comes after them.
 
     A newer transformers, or a newer version of this library, has options that an older one had not, and more of them
     in `FREE`.
@@ -88,7 +93,7 @@ def difference(started: Mapping[str, Any], now: Mapping[str, Any]) -> str | None
     started, now = (FORMER | {name: x for name, x in given.items() if x is not None} for given in (started, now))
     rows = step_rows(started), step_rows(now)
     same_steps = None not in rows and rows[0] == rows[1] and not now.get(COMPARED)
-    for name in sorted(started.keys() | now.keys()):
+    for name in sorted(started.keys() | now.keys(), key=lambda name: (name in DERIVED, name)):
         if name in FREE or name == COMPARED or (same_steps and name in BATCHES):
             continue
         default = getattr(defaults.get(name), "value", defaults.get(name))

@@ -23,8 +23,9 @@ from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.base_task import Task, TextEncoder, refuse
 from hf_linattn.training.classification import Regression, SequenceClassification, SeveralLabels
 from hf_linattn.training.conversations import answers_of
-from hf_linattn.training.data import PackedMaskingCollator, TrainingData, tokenize_and_pack
+from hf_linattn.training.data import TrainingData, tokenize_and_pack
 from hf_linattn.training.heads import trained_head
+from hf_linattn.training.masking import PackedMaskingCollator
 
 READABLE = "give a folder with a saved model, or the name of a model on the Hub and a connection to it"
 

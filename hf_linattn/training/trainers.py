@@ -30,6 +30,7 @@ from hf_linattn.training.losses.distillation import Teacher, check_teacher, dist
 from hf_linattn.training.losses.kept_logits import likeliest
 from hf_linattn.training.losses.loss_module import LossModule
 from hf_linattn.training.losses.shared_layers import shared_layers
+from hf_linattn.training.masking import MaskedAnew, PackedMaskingCollator
 from hf_linattn.training.not_finite import NotFiniteError, has_finite_weights
 from hf_linattn.training.parameter_groups import float32_masters, group_parameters, initial_rates
 from hf_linattn.training.progress import Progress, StepBar
@@ -61,6 +62,8 @@ class RecoveryTrainer(Trainer):
             data_collator=data.collator,
             callbacks=[Progress(data.row_tokens), *callbacks],
         )
+        if isinstance(data.collator, PackedMaskingCollator):
+            self.add_callback(MaskedAnew(data.collator))
         self.data_collator: Callable[..., Any]
         self.remove_callback(PrinterCallback)  # prints with a bare print where progress bars are off
         if self.pop_callback(ProgressCallback) is not None:

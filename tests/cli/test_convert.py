@@ -159,6 +159,7 @@ REFUSED = {
     "--mechanism linear --dtype flaot16": r"unknown dtype 'flaot16'; did you mean float16",
     "--mechanism linear --dtype bf16": r"unknown dtype 'bf16'",
     "--mechanism linear --length 65": r"lengths reaches 65 tokens, but the model has 64 positions",
+    "--mechanism linear --max-shard-size=-5MB": r"max_shard_size must be a size like 5GB or 500MB, got '-5MB'",
     "--mechanism linear --max-shard-size big": r"max_shard_size must be a size like 5GB",
     "--mechanism linear --base-model a/b/c": r"base_model must be a name on the Hub",
     '--mechanism {"linear":0} --layers 1': r"layers must be absent where mechanism is a plan",

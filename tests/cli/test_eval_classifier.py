@@ -121,6 +121,7 @@ def test_names_of_classes_that_only_their_numbers_lead_to(folder, tmp_path):
         ("original", "one.jsonl", ("--document_stride", 2), "document_stride=2: there are no windows"),
         ("original", "one.jsonl", ("--stride", 2), "stride='2' is an option of perplexity, not of classifiers"),
         ("original", "one.jsonl", ("--original", "x"), "original='x' is an option of .* embedding models, not of"),
+        ("broken", "one.jsonl", ("--metrics", "nope"), "unknown metric 'nope'"),  # before a text is read
         ("original", "one.jsonl", ("--metrics", "pearson"), "metric 'pearson' is of regression"),
         ("original", "one.jsonl", ("--label_column", "labels"), "label_column='labels' is not a column"),
         ("original", "missing.jsonl", (), "files=.* does not exist; give the path of a file"),

@@ -12,12 +12,14 @@ from unittest.mock import Mock
 
 import pytest
 import typer
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from hf_linattn import evaluation
 from hf_linattn.cli import app
 from hf_linattn.cli import list as listing
 from hf_linattn.cli.common import EXIT_CODES, show
+from hf_linattn.command_errors import exit_with_one_line
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 
@@ -143,3 +145,16 @@ def test_what_nobody_reads_is_written_all_the_same(tmp_path, monkeypatch, as_jso
     with pytest.raises(SystemExit):
         show({"rows": [1]}, as_json, "a table", file=tmp_path / "result.json")
     assert closed.called and json.loads((tmp_path / "result.json").read_text()) == {"rows": [1]}
+
+
+UNWRITTEN = "[enforce fail at inline_container.cc:672] . unexpected pos 153728 vs 153620"
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), RuntimeError(UNWRITTEN)])
+def test_a_full_disk_ends_a_command_with_one_line(error):
+    """What safetensors and torch.save raise there are no OSErrors; any other RuntimeError keeps its traceback."""
+    with pytest.raises(SystemExit, match=f"{type(error).__name__}: .*; look at the path, .* space on the disk"):
+        with exit_with_one_line():
+            raise error
+    with pytest.raises(RuntimeError, match="a fault"), exit_with_one_line():
+        raise RuntimeError("a fault")

@@ -39,6 +39,7 @@ EVEN = {
     "hidden_weight": 0.5, "long_tokens": 448, "long_block_size": 56,
 }  # fmt: skip
 HEADS = {"layer_search": "slope", "layer_unit": "head", "layer_signal": "divergence"}
+UNTAUGHT = {"kl_weight": None, "ce_weight": None}
 STAGES = ("calibration", "transfer", "recovered_training")
 
 
@@ -378,6 +379,10 @@ def test_heads_are_chosen_by_a_search(material, tmp_path):
         ({"block_size": 56, "fidelity_windows": 3}, "texts must be documents with at least max_length=56 tokens"),
         ({"long_windows": 1}, "long_windows=1, windows of 64 tokens in the test split: texts must be documents with"),
         ({"temperature": 0}, "temperature must be above 0, got 0"),
+        ({**UNTAUGHT, "ce_weight": 0}, "ce_weight must be 1.0 without kl_weight or hidden_weight, as the .*got 0.0"),
+        ({**UNTAUGHT, "temperature": 3}, "temperature must be 1.0 without kl_weight or hidden_weight"),
+        ({**UNTAUGHT, "top_k": 7, "keep_logits": True}, "top_k must be None without kl_weight or hidden_weight"),
+        ({**UNTAUGHT, "fading_teacher": True}, "fading_teacher must be False without kl_weight or hidden_weight"),
     ],
     ids=str,
 )

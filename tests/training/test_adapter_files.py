@@ -164,6 +164,15 @@ def test_an_adapter_of_a_weight_that_two_modules_have_is_refused(target):
     before.assert_kept(model)
 
 
+def test_every_target_is_the_name_of_a_module():
+    """PEFT asks for one of them, and passes over what is misspelt."""
+    model = patch_model(make_model("llama"), "linear")
+    before = Snapshot.of(model)
+    with pytest.raises(OptionError, match="lora_target_modules has 'qproj', which is the name of no module; did you"):
+        add_adapters(model, rank=2, target_modules=["k_proj", "qproj"])
+    before.assert_kept(model)
+
+
 def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
     saved(tmp_path)
     folder = tmp_path / "adapter"

@@ -1,4 +1,4 @@
-"""Loading text, packing rows, masking: properties that training relies on."""
+"""Loading text, packing rows: properties that training relies on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_linattn.errors import DataError
 from hf_linattn.training.data import (
     IGNORED_LABEL,
-    PackedMaskingCollator,
     is_held_out,
     load_text_splits,
     text_of,
@@ -138,56 +137,6 @@ def test_what_a_limit_leaves_of_a_sorted_text_is_from_all_over_it(causal_tokeniz
     later = [torch.stack([*rows["input_ids"]]) > VOCABULARY["6"] for rows in (first, mixed, whole)]
     assert not later[0].any() and 0.3 < later[1].sum() / 1280 < 0.5
     assert torch.equal(whole["input_ids"][:], tokenize_and_pack(texts, causal_tokenizer, BLOCK_SIZE)["input_ids"][:])
-
-
-def test_masking_keeps_restarts_and_labels_only_what_it_chose(documents, masked_tokenizer):
-    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
-    torch.manual_seed(0)
-    batch = PackedMaskingCollator(masked_tokenizer, mlm_probability=0.5)(rows)
-    original = torch.stack([row["input_ids"] for row in rows])
-    chosen = batch["labels"] != IGNORED_LABEL
-    special = torch.isin(original, torch.arange(len(SPECIAL)))
-    assert set(batch) == {"input_ids", "position_ids", "labels"}
-    assert torch.equal(batch["position_ids"], torch.stack([row["position_ids"] for row in rows]))
-    assert torch.equal(batch["labels"][chosen], original[chosen])
-    assert torch.equal(batch["input_ids"][~chosen], original[~chosen])
-    assert not (chosen & special).any()
-    assert chosen[~special].float().mean().item() == pytest.approx(0.5, abs=0.15)
-    assert (batch["input_ids"] == VOCABULARY["[MASK]"])[chosen].float().mean().item() == pytest.approx(0.8, abs=0.15)
-
-
-def test_seeded_masks_depend_on_the_row_alone(documents, masked_tokenizer):
-    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
-    before = torch.get_rng_state()
-    collator = PackedMaskingCollator(masked_tokenizer, seed=3)
-    together, alone = collator(rows), [collator([row]) for row in reversed(rows)]
-    for name in together:
-        assert torch.equal(together[name], torch.cat([batch[name] for batch in reversed(alone)]))
-    assert torch.equal(torch.get_rng_state(), before)
-    other = PackedMaskingCollator(masked_tokenizer, seed=4)(rows)
-    assert not torch.equal(other["labels"], together["labels"])
-
-
-def test_unseeded_masks_differ_each_time(documents, masked_tokenizer):
-    rows = [row for row in tokenize_and_pack(documents, masked_tokenizer, BLOCK_SIZE)]
-    collator = PackedMaskingCollator(masked_tokenizer, mlm_probability=0.5)
-    assert not torch.equal(collator(rows)["labels"], collator(rows)["labels"])
-
-
-def test_no_token_is_drawn_that_the_model_lacks(documents):
-    larger = make_tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
-    known = len(larger)
-    rows = [row for row in tokenize_and_pack(documents, larger, BLOCK_SIZE)] * 4
-    larger.add_tokens([f"<extra{i}>" for i in range(1000)])
-    batch = PackedMaskingCollator(larger, mlm_probability=1.0, vocab_size=known)(rows)
-    assert int(batch["input_ids"].max()) < known and bool((batch["labels"] != -100).any())
-    with pytest.raises(DataError, match=f"has the number {VOCABULARY['[MASK]']}, beyond the 2 tokens of the model"):
-        PackedMaskingCollator(larger, vocab_size=2)
-
-
-def test_a_tokenizer_without_a_mask_token_cannot_mask(causal_tokenizer):
-    with pytest.raises(DataError, match="mask_token=None"):
-        PackedMaskingCollator(causal_tokenizer)
 
 
 WRITERS = {

@@ -117,6 +117,14 @@ def test_a_report_that_ran_out_of_memory_goes_on_with_shorter_texts_to_time(tmp_
     assert difference({"speed_lengths": [256, 2048], "seed": 1}, {"seed": 1}) is None, "older runs recorded it"
 
 
+def test_the_option_that_was_given_is_named_before_what_follows_from_it():
+    started = {"max_train_tokens": 768, "lr_search_tokens": 115, "learning_rates": [1e-3]}
+    assert difference(started, started | {"max_train_tokens": 896, "lr_search_tokens": 134}) == "max_train_tokens"
+    assert difference(started, started | {"lr_search_tokens": 134}) == "lr_search_tokens"
+    rates = {"learning_rates": [1e-3], "control_learning_rates": [1e-3]}
+    assert difference(rates, {name: [2e-3] for name in rates}) == "learning_rates"
+
+
 def test_an_option_that_a_newer_version_added_counts_as_its_default(tmp_path):
     now = training_options(make_training(tmp_path))
     started = {name: value for name, value in now.items() if name not in ("label_smoothing_factor", "optim")}

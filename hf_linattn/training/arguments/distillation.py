@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from hf_linattn.config import require
 
 OF_SINGLE_LAYERS = ("transfer_output_weight", "transfer_weights_weight", "transfer_projected")
+OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_target_modules", "lora_mechanisms", "save_adapter")
+# how the original's predictions or states count beside the text, where they do
+OF_TEACHERS = ("ce_weight", "temperature", "top_k", "keep_logits", "fading_teacher")
 
 BESIDE, ALONE = "beside", "alone"  # values of `save_adapter`
 
@@ -113,6 +116,7 @@ class DistillationArguments:
         kinds = (None, BESIDE, ALONE)
         expected = f"{BESIDE!r} or {ALONE!r}, or absent"
         require("save_adapter", self.save_adapter, self.save_adapter in kinds, expected)
-        for name in ("lora_alpha", "lora_target_modules", "save_adapter"):
-            given = getattr(self, name)
-            require(name, given, given is None or self.lora_rank is not None, "absent where lora_rank is")
+        require("lora_alpha", self.lora_alpha, self.lora_alpha is None or self.lora_alpha > 0, "above 0, or absent")
+        for f in (f for f in dataclasses.fields(self) if f.name in OF_ADAPTERS):
+            given = getattr(self, f.name)
+            require(f.name, given, given == f.default or self.lora_rank is not None, "absent where lora_rank is")

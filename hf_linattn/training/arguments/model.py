@@ -96,7 +96,10 @@ class ModelArguments:
         expected = f"one of {', '.join(SEARCHES)}, with layers 'auto', or absent"
         require("layer_search", self.layer_search, self.layer_search in searches, expected)
         for name, known in {"layer_unit": UNITS, "layer_signal": SIGNALS}.items():
-            require(name, getattr(self, name), getattr(self, name) in known, f"one of {', '.join(known)}")
+            given = getattr(self, name)
+            require(name, given, given in known, f"one of {', '.join(known)}")
+            usual = type(self).__dataclass_fields__[name].default
+            require(name, given, given == usual or self.layer_search is not None, "absent where layer_search is")
         if self.layers == AUTO:
             require("plan", self.plan, not self.plan, "absent where layers is 'auto'")
         if (self.mechanism is None) == (not self.plan):

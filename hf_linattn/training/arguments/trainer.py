@@ -7,9 +7,12 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import str_to_bool
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -91,6 +94,10 @@ class FinetuningArguments(TrainingArguments):
     head_weight_decay: float | None = field(
         default=None, metadata={"help": "Weight decay of the head and the pooler; default: weight_decay."}
     )
+    ddp_timeout: int = field(
+        default=86_400,
+        metadata={"help": "Seconds that processes wait for the one that chooses heads, fits or measures for all."},
+    )
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "End a run after that many evaluations without a lower validation loss."}
     )
@@ -116,6 +123,10 @@ class FinetuningArguments(TrainingArguments):
             if not both and not bfloat16_pays():
                 self.bf16, self.bf16_full_eval = False, False
                 os.environ.pop(LAUNCHED, None)  # transformers looks there itself
+        on_cpus = self.use_cpu or str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "no"))
+        if on_cpus and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
+            # transformers honours ddp_timeout on other devices alone, and keeps the process group that is there
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if (visible := super().n_gpu) > 1:
             report_idle(visible)

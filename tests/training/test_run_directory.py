@@ -1,0 +1,86 @@
+"""What a run that begins anew deletes in its folder, and what it never touches."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.report import Report
+from hf_linattn.training.arguments import parse_arguments
+from hf_linattn.training.preparation import prepare
+from hf_linattn.training.run_directory import RunDirectory
+from tests.models import make_model
+from tests.training.test_finetuning import REQUIRED, make_training
+
+OWN = ("stages/converted.json", "adapter/own.txt", "report.json", "report.md", "evaluation-language.json")
+OTHERS = ("notes.txt", "data/evaluation.json", "page.html")
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+
+
+def test_a_run_begun_anew_leaves_no_result_of_the_one_before(tmp_path):
+    directory = RunDirectory(tmp_path, make_training(tmp_path))
+    directory.open({"seed": 0})
+    write(tmp_path, *OWN, *OTHERS)
+    directory.open({"seed": 1}, overwrite=True)
+    assert not any((tmp_path / name).exists() for name in OWN) and all((tmp_path / name).exists() for name in OTHERS)
+    assert directory.finished("recipe") == {"seed": 1}
+
+
+def test_of_a_folder_that_holds_no_run_nothing_is_deleted(tmp_path):
+    write(tmp_path, *OWN, *OTHERS)
+    RunDirectory(tmp_path, make_training(tmp_path)).open({"seed": 1}, overwrite=True)
+    assert all((tmp_path / name).exists() for name in (*OWN, *OTHERS))
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "tokenizer_name", "control_dir"])
+@pytest.mark.parametrize("inside", [".", "control"])
+def test_a_run_does_not_write_over_what_it_reads(tmp_path, monkeypatch, name, inside):
+    monkeypatch.chdir(tmp_path)
+    make_model("gpt2").save_pretrained(Path("out", inside))
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    flags = [*REQUIRED, "--use_cpu", "true", "--output_dir", "out/../out", "--overwrite_output_dir", "true"]
+    flags += [f"--{name}", str(tmp_path / "out" / inside)] + (["--control", "full"] if name == "control_dir" else [])
+    with pytest.raises(OptionError, match=f"output_dir='.*out' holds {name}=.* give another output_dir"):
+        prepare(parse_arguments(flags))
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_a_report_that_is_not_there_yet_is_that_of_a_run_which_goes_on(tmp_path):
+    RunDirectory(tmp_path, make_training(tmp_path)).open({"seed": 0})
+    with pytest.raises(CheckpointError, match="its run is not finished: give the command of its recipe again, which"):
+        Report.load(tmp_path)
+
+
+def test_processes_on_cpus_wait_as_long_as_they_are_told_to(tmp_path, monkeypatch):
+    """The time after which a process that waits for the others gives up is that of the process group."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    children = []
+    for rank in ("0", "1"):
+        children.append(os.fork())
+        if not children[-1]:
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+            PartialState._reset_state()  # that of the tests before
+            kept = 1
+            try:
+                assert make_training(tmp_path, ddp_timeout=7).world_size == 2
+                waits = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+                kept = int(waits != timedelta(seconds=7))
+            finally:
+                os._exit(kept)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
