@@ -151,10 +151,9 @@ class HybridMechanism(SoftmaxTypeMechanism, SequenceMechanism):
     Deviations from LoLCATs: its window has weight exp(scores minus their own maximum), rescaled for each query against
     the linear part; here one factor is taken out of both. `window_scale="maximum"` has its formula: near and sink
     weights are sigmoid(s_h) exp(scaling q_i . k_j - m_i), m_i their largest exponent, s_h the trained parameter
-    `window_share` [H], first -2.197 (a share of 0.1); the other weights have no g_h. Gradients take m_i for a
-    constant, where theirs go through it. The window slides token by token in prefill and decoding alike, where theirs
-    is terraced in one and sliding in the other. State per key/value head, not per query head. From LoLA: the window
-    is the blocks themselves, and errors are relative unless it is said.
+    `window_share` [H], first -2.197 (a share of 0.1); the other weights have no g_h. The window slides token by token
+    in prefill and decoding alike, where theirs is terraced in one and sliding in the other. State per key/value head,
+    not per query head. From LoLA: the window is the blocks themselves, and errors are relative unless it is said.
     """
 
     config_class = HybridConfig
@@ -391,7 +390,7 @@ def hybrids_of(mechanisms: Iterable[Mechanism]) -> list[HybridMechanism]:
 
 
 def _largest(scores: Tensor, among: Tensor, sink: Tensor | None) -> Tensor:
-    """Return each row's largest score [..., 1] of some keys and the sink, zero where there are none; no gradient."""
-    top = scores.detach().masked_fill(~among, -math.inf).amax(-1, keepdim=True)
-    top = top if sink is None else torch.maximum(top, sink.detach()[:, None, None])
+    """Return each row's largest score [..., 1] of some keys and the sink, zero where there are none."""
+    top = scores.masked_fill(~among, -math.inf).amax(-1, keepdim=True)
+    top = top if sink is None else torch.maximum(top, sink[:, None, None])
     return top.masked_fill(top.isinf(), 0.0)

@@ -279,3 +279,13 @@ def test_a_gate_that_was_opened_or_shut_too_far_goes_back():
     (slope,) = torch.autograd.grad(share.sum(), gate)
     assert (slope > 1e-6).all() and (share > 0).all() and (share < 1).all()
     assert share[1] == share[0] and share[4] == share[3] > 0.999
+
+
+@pytest.mark.parametrize("sink", [{}, {"sink_logit": "learned", "initial_sink": 0.5}])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_gradient_goes_through_the_maximum_that_the_window_is_measured_by(causal, sink):
+    """Of rows longer than the window: within it the maximum cancels."""
+    options = {"window_scale": "maximum", "window_size": 2, "num_sink_tokens": 0, "initial_share": 1, **sink}
+    case = Case("hybrid", "llama" if causal else "bert", causal, options)
+    mechanism, heads = case.make(), [x.requires_grad_() for x in case.heads(6, batch=1, size=0.5)]
+    assert torch.autograd.gradcheck(lambda *heads: mechanism(*heads)[0], heads)

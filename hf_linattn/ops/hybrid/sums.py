@@ -94,10 +94,12 @@ def exact_sums(
     scores = scores.unflatten(3, query.shape[3:5])
     for mask in hidden:
         scores.masked_fill_(mask, LOWEST)
-    top = scores.detach().amax(-1).clamp(min=LOWEST / 2)
+    cancels = weights.window_log is None  # the maximum, out of sums and log: it needs no gradient
+    top = (scores.detach() if cancels else scores).amax(-1).clamp(min=LOWEST / 2)
     beside = None if weights.sink is None else (weights.sink / LN_2).view(top.shape[1], 1, -1, 1)
-    top = top if beside is None else torch.maximum(top, beside.detach())
-    shares = scores.sub_(top[..., None]).exp2_()
+    if beside is not None:
+        top = torch.maximum(top, beside.detach() if cancels else beside)
+    shares = (scores.sub_(top[..., None]) if cancels else scores - top[..., None]).exp2_()
     total = shares.flatten(3, 4) @ values
     if weights.window_log is None:
         log = top * LN_2
