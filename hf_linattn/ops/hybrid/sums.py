@@ -101,7 +101,7 @@ def exact_sums(
         top = torch.maximum(top, beside.detach() if cancels else beside)
     shares = (scores.sub_(top[..., None]) if cancels else scores - top[..., None]).exp2_()
     total = shares.flatten(3, 4) @ values
-    if cancels:
+    if weights.window_log is None:
         log = top * LN_2
     else:
         log = weights.window_log.view(top.shape[1], 1, -1, 1).expand(top.shape)
