@@ -20,7 +20,7 @@ from ..adapter_config import CONFIG_FILE, base_of
 from ..atomic_io import is_writable, write_json
 from ..command_errors import INTERRUPTED, exit_with_one_line
 from ..config import require, require_count, require_known
-from ..errors import DataError, UnsupportedModelError
+from ..errors import DataError, OptionError, UnsupportedModelError
 from ..reading import reading, require_file, require_place
 from ..training.file_types import FILE_BUILDERS
 
@@ -219,6 +219,14 @@ def read_language_model(option: str, name: str, dtype: str | None) -> PreTrained
         rows = "; `hf-linattn eval MODEL ROWS.jsonl` scores it on rows" if classifies_texts(loaded) else ""
         raise UnsupportedModelError(f"{option}={name!r}: {error}{rows}") from error
     return loaded
+
+
+def require_original(option: str, name: str, model: PreTrainedModel) -> None:
+    """Raise `OptionError` where the model that this option names is converted already."""
+    from .. import is_patched
+
+    if is_patched(model):
+        raise OptionError(f"{option}={name!r} is converted already; give the original")
 
 
 def set_threads(threads: int | None) -> None:

@@ -28,6 +28,7 @@ from .common import (
     note,
     read_language_model,
     read_texts,
+    require_original,
     set_threads,
     show,
 )
@@ -124,6 +125,7 @@ def read_softmax(
     from ..report import collect_provenance
 
     loaded, tokenizer = load(), read_tokenizer("model", model)
+    require_original("model", model, loaded)
     note("reading the text with softmax")
     material = comparison.read_original(loaded, tokenizer, texts, plans, options)
     found = comparison.Comparison(options, material.quality, loaded.can_generate())

@@ -26,6 +26,7 @@ from .common import (
     load,
     note,
     read_texts,
+    require_original,
     to_default_device,
 )
 from .conversion_words import without_place, words
@@ -154,15 +155,14 @@ def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
 
     Of an embedding model of sentence-transformers the encoder is converted; what else it has is returned beside it.
     """
-    from .. import extend_positions, is_patched
+    from .. import extend_positions
     from ..sentence_models import SentenceModel, is_sentence_model
 
     modules = None
     if is_sentence_model("model", wanted.model):
         modules = SentenceModel(wanted.model, wanted.dtype, "model")
     loaded = load(wanted.model, dtype=wanted.dtype) if modules is None else modules.take_encoder()
-    if is_patched(loaded):
-        raise OptionError(f"model={wanted.model!r} is converted already; give the original")
+    require_original("model", wanted.model, loaded)
     extended = loaded if wanted.max_positions is None else extend_positions(loaded, wanted.max_positions)
     return extended, modules
 

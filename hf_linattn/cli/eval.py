@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..config import require
+from ..config import require, require_count
 from ..errors import CheckpointError, DataError, OptionError
 from ..reading import read_tokenizer, require_file
 from ..recipe_files import locate
@@ -129,6 +129,8 @@ def evaluate(
             document, *shown = text_perplexity(model, texts, max_length, stride, batch_size, dtype, not as_json)
         else:
             check_writable("output", output)
+            require_count("num_windows", num_windows, least=0)  # 0, and not None as in Python, is all
+            require_count("limit", limit, least=0)
             options = suite_options(
                 texts=tuple(texts), num_samples=samples, num_windows=num_windows or None, recall_tasks=names(recall),
                 tasks=names(tasks), limit=limit or None, task_files=locate(task_files), task_dir=task_dir,

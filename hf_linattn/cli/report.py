@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Json, exit_on_error, note, show
+from .common import Json, check_writable, exit_on_error, note, show
 
 
 def report(
@@ -23,6 +23,7 @@ def report(
         from ..report import Report, four_model_table, stage_table
         from ..report.page import save_page
 
+        check_writable("html", html)
         found = Report.load(folder, option="folder")
         if html is not None:
             note(f"wrote {save_page(folder, html)}")

@@ -49,6 +49,8 @@ def place(tmp_path_factory) -> Path:
         make_model(name, std=0.3).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
     make_model("bert", "ForSequenceClassification").save_pretrained(folder / "classifier")
+    hf_linattn.patch_model(make_model("gpt2"), "linear").save_pretrained(folder / "converted")
+    make_tokenizer().save_pretrained(folder / "converted")
     for name, step in (("test", 7), ("fit", 11)):
         words = " ".join(f"w{5 + (i * i + i // step) % 90}" for i in range(5 * ROW))
         (folder / f"{name}.txt").write_text(words, encoding="utf-8")
@@ -223,6 +225,7 @@ REFUSED = {
     ("linear", "--calibration-tokens", "64"): "calibration_tokens must be absent where nothing is fitted; give calib",
     ("linear", "--calibrate", "test.txt"): "is given as text, too",
     ("linear", "--model", "classifier"): "BertForSequenceClassification has no causal or masked language-model",
+    ("local", "--model", "converted"): "model='converted' is converted already; give the original",
     ("deltanet", "--model", "bert"): "mechanism 'deltanet' has no bidirectional form",
 }
 
