@@ -14,7 +14,6 @@ and no layer has a convolution of its own.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -27,19 +26,19 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import MQAR_FILE, MQAR_PLOT, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.atomic_io import write_json
 from hf_linattn.cache import state_bytes
 from hf_linattn.calibration import what_is_fitted
-from hf_linattn.report.plots import INK, ORIGINAL, PATCHED, blank_figure, save_figure
+from hf_linattn.report.plots import ORIGINAL, PATCHED, blank_figure, save_figure
 
 VOCABULARY, PAIRS, LENGTH = 64, 24, 96  # half of the tokens are keys, the other half values; 0 fills
 WIDTH, LAYERS = 64, 2
 BATCH_SIZE, TEST_BATCHES = 64, 8
 IGNORED = -100
-LABEL_WIDTH, LABEL_HEIGHT = 0.6, 0.016  # of the plot: in e-folds of bytes, in accuracy
 
 
 class Stage(NamedTuple):
@@ -212,27 +211,16 @@ def run(rows: list[tuple[str, dict[str, Any]]], stages: Sequence[Stage], steps: 
 def draw(document: Document, path: Path) -> None:
     """Write the plot: a point for every row."""
     figure, (panel,) = blank_figure(f"Recall of {PAIRS} pairs from {LENGTH} tokens", 1)
-    labels: list[tuple[float, float]] = []
-    for row in sorted(document["rows"], key=lambda row: -row["trained"]):
+    for row in document["rows"]:
         exact = row["mechanism"] == "softmax"
-        place = row["state_bytes"], row["trained"]
-        panel.plot(*place, color=ORIGINAL if exact else PATCHED, marker="o", markersize=5)
-        labels.append(_below_others(*place, labels))
-        panel.text(*labels[-1], "  " + row["mechanism"], fontsize=5, color=INK, va="center")
+        panel.plot(row["state_bytes"], row["trained"], color=ORIGINAL if exact else PATCHED, marker="o", markersize=5)
     panel.set_xscale("log")
     panel.set_xlabel("bytes of decoding state")
     panel.set_ylabel("right answers")
     panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
     panel.yaxis.set_major_formatter(PercentFormatter(1))
+    place_labels(panel, [(row["mechanism"], (row["state_bytes"], row["trained"])) for row in document["rows"]])
     save_figure(figure, path)
-
-
-def _below_others(size: float, score: float, labels: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return where a point's label stands: beside the point, or below the labels that are there."""
-    beside = [height for other, height in labels if abs(math.log(size / other)) < LABEL_WIDTH]
-    while any(abs(score - height) < LABEL_HEIGHT for height in beside):
-        score -= LABEL_HEIGHT / 4
-    return size, score
 
 
 def main(

@@ -23,6 +23,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.saved_models import save_whole
 from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, resume
@@ -156,17 +157,17 @@ def draw(document: Document, path: Path) -> None:
     """Write the plot: the mean over all points against bytes, a point for every row and seed."""
     title = f"Recall of {PAIRS[0]} to {PAIRS[-1]} pairs from {LENGTHS[0]} to {LENGTHS[-1]:,} tokens"
     figure, (panel,) = blank_figure(title, 1)
-    for row in document["rows"]:
+    places = [(row["state_bytes"], mean_of(row["trained"])) for row in document["rows"]]
+    for row, place in zip(document["rows"], places, strict=True):
         colour = ORIGINAL if row["mechanism"] == "softmax" else PATCHED
-        place = row["state_bytes"], mean_of(row["trained"])
         panel.plot(*place, color=colour, marker="o", markersize=3)
-        if row["seed"] == SEEDS[0]:
-            panel.annotate(title_of(row), place, fontsize=4, xytext=(3, 0), textcoords="offset points", va="center")
     panel.set_xscale("log")
     panel.set_xlabel("bytes of decoding state")
     panel.set_ylabel("right answers")
     panel.xaxis.set_major_formatter(EngFormatter(unit="B"))
     panel.yaxis.set_major_formatter(PercentFormatter(1))
+    rows = zip(document["rows"], places, strict=True)
+    place_labels(panel, [(title_of(row), place) for row, place in rows if row["seed"] == SEEDS[0]], fontsize=4)
     save_figure(figure, path)
 
 

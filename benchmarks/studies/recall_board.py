@@ -28,6 +28,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFo
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, check_same, resume
 from benchmarks.studies.mqar import state_size
@@ -178,6 +179,7 @@ def draw(document: Document, path: Path) -> None:
     """Write the plot: needles and perplexity after the training against bytes, a panel for each of them and model."""
     models = list(document["originals"])
     figure, panels = blank_figure("Recall and perplexity after the same training", 2 * len(models), len(models))
+    labels = []
     for panel, (model, found) in zip(panels, product(models, (True, False)), strict=True):
         near: dict[tuple[float, float], dict[str, tuple[int, float]]] = {}  # points that share a label
         for row in (row for row in document["rows"] if row["model"] == model):
@@ -186,11 +188,6 @@ def draw(document: Document, path: Path) -> None:
             near.setdefault((round(math.log10(size), 1), group), {})[row["name"]] = (size, value)
             colour = ORIGINAL if row["name"] == "softmax" else PATCHED
             panel.plot(size, value, color=colour, marker="o", markersize=3)
-        for points in near.values():
-            place = tuple(max(numbers) for numbers in zip(*points.values(), strict=True))
-            panel.annotate(
-                textwrap.fill(", ".join(points), 50), place, fontsize=5, xytext=(4, 1), textcoords="offset points",
-            )  # fmt: skip
         panel.set_xscale("log")
         panel.margins(x=0.12, y=0.1)
         panel.set_xlabel("bytes of decoding state")
@@ -205,6 +202,9 @@ def draw(document: Document, path: Path) -> None:
             panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_major_formatter(ScalarFormatter())
             panel.yaxis.set_minor_formatter(NullFormatter())
+        labels.append([(textwrap.fill(", ".join(points), 50), max(points.values())) for points in near.values()])
+    for panel, of_panel in zip(panels, labels, strict=True):
+        place_labels(panel, of_panel)
     save_figure(figure, path)
 
 

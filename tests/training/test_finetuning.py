@@ -121,6 +121,8 @@ def test_one_of_several_gpus_is_trained_on_and_the_log_says_so(tmp_path, monkeyp
         (["--window-size", "4"], """; it is one of a mechanism: give mechanism_options '{"window_size"""),
         (["--block_size", "1"], "block_size must be at least 2, got 1"),
         (["--block_size", "many"], "block_size"),
+        (["--train_file", "a.txt", "b.txt"], r"train_file must be one value, got \['a.txt', 'b.txt'\]"),
+        (["--train_file", "a.txt", "--blok_size", "4"], "unknown option '--blok_size'"),
         (["--max_steps", "5"], "max_steps=5"),
         (["--max_train_tokens", "10"], "max_train_tokens leaves 10 tokens, less than one step"),
         (["--learning_rate", "1e-3", "--learning_rates", "1e-3", "1e-2"], "give one of them"),

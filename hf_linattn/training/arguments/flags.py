@@ -78,6 +78,19 @@ def unknown_option(name: object, known: set[str], of_distill: Set[str] = frozens
     return OptionError(f"unknown option {name!r}{hint} (--help lists them all)")
 
 
+def unread_word(word: str, flags: Sequence[str], known: set[str], of_distill: Set[str]) -> OptionError:
+    """Say why no option takes a word of the command line: one before it has its value, or none has this name."""
+    option, values = "", []
+    for part in flags:
+        if part.startswith("--"):
+            option, values = plain_name(part), []
+            continue
+        values.append(part)
+        if part == word and option and len(values) > 1:
+            return OptionError(f"{option} must be one value, got {values}")
+    return unknown_option(word, known, of_distill)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:

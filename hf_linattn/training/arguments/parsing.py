@@ -14,7 +14,7 @@ from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments.board import CommandLine
 from hf_linattn.training.arguments.data import DataArguments
 from hf_linattn.training.arguments.distillation import DistillationArguments
-from hf_linattn.training.arguments.flags import flags_of, plain_name, refusing, unknown_option
+from hf_linattn.training.arguments.flags import flags_of, plain_name, refusing, unread_word
 from hf_linattn.training.arguments.model import ModelArguments
 from hf_linattn.training.arguments.recipe import FULL, LORA, RecipeArguments
 from hf_linattn.training.arguments.refused import check_stages
@@ -86,7 +86,7 @@ def read_arguments(argv: Sequence[str], kinds: Sequence[type] = FINETUNING) -> A
             flags, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        raise unknown_option(unknown[0], known, others)
+        raise unread_word(unknown[0], flags, known, others)
     arguments = Arguments(*parsed)
     check_stages(arguments.training, {plain_name(flag) for flag in flags if flag.startswith("--")})
     _check_finite(arguments)
