@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from hf_linattn.report.plots import INK
 
@@ -23,8 +26,9 @@ def place_labels(panel: Axes, labels: Sequence[tuple[str, tuple[float, float]]],
 
     labels: name and point, in data coordinates; a name takes the first side that is free, the longest one first.
     """
-    panel.figure.draw_without_rendering()  # the layout is made, so that pixels are what they will be
-    points = [panel.transData.transform(xy) for line in panel.get_lines() for xy in line.get_xydata()]
+    figure: Any = panel.figure
+    figure.draw_without_rendering()  # the layout is made, so that pixels are what they will be
+    points = np.concatenate([panel.transData.transform(np.asarray(line.get_xydata())) for line in panel.get_lines()])
     taken: list[Bbox] = []
     for name, place in sorted(labels, key=lambda label: -len(label[0])):
         label = panel.annotate(name, place, textcoords="offset points", xytext=(0, 0), fontsize=fontsize, color=INK)
@@ -36,13 +40,11 @@ def place_labels(panel: Axes, labels: Sequence[tuple[str, tuple[float, float]]],
 def _moved(label: Annotation, side: tuple[int, int, str, str]) -> Bbox:
     """Put a name on a side of its point, and return the pixels that it takes."""
     x, y, horizontal, vertical = side
-    label.set_position((GAP * x, GAP * y))
-    label.set_horizontalalignment(horizontal)
-    label.set_verticalalignment(vertical)
+    label.set(position=(GAP * x, GAP * y), horizontalalignment=horizontal, verticalalignment=vertical)
     return label.get_window_extent()
 
 
-def _hidden(box: Bbox, taken: Sequence[Bbox], points: Sequence[tuple[float, float]], panel: Bbox) -> float:
+def _hidden(box: Bbox, taken: Sequence[Bbox], points: NDArray[np.float64], panel: Bbox) -> float:
     """Return how bad a place is: pixels over other names and outside the panel, and points that it covers."""
     shared = [Bbox.intersection(box, other) for other in taken]
     inside = Bbox.intersection(box, panel)

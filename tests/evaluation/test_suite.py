@@ -350,8 +350,8 @@ def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task
     assert "metrics='f1' is an option of classifiers, not" in run(model, *flags, "--metrics", "f1", code=1)
     assert OPTIONS_OF.keys() <= inspect.signature(evaluate).parameters.keys()
     assert "output must be the path of a file" in run("absent", *flags, "--output", tmp_path, code=1)
-    for option in ("--num-windows", "--limit"):
-        assert f"{option[2:].replace('-', '_')} must be an integer >= 0, got -1" in run(model, *flags, option, -1, code=1)
+    for option in ("num_windows", "limit"):
+        assert f"{option} must be an integer >= 0, got -1" in run(model, *flags, f"--{option}", -1, code=1)
     assert "unknown dtype 'float8'; did you mean float" in run(model, *flags, "--dtype", "float8", code=1)
     assert "files is empty; give at least one text file" in run(model, code=1)
     assert not output.exists()

@@ -224,8 +224,7 @@ def test_the_command_writes_the_page_and_refuses_a_file_that_is_no_suite(report,
     assert result.exit_code == 0, result.output
     assert "wrote" in result.stderr and "recovered" in result.stdout and (tmp_path / "page.html").is_file()
     refused = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path)])
-    assert f"html must be the path of a file, in a folder that can be written to, got {str(tmp_path)!r}" in refused.stderr
-    assert refused.exit_code == 1
+    assert refused.exit_code == 1 and "html must be the path of a file, in a folder" in refused.stderr
     (tmp_path / "evaluation.json").write_text("[1]")
     (tmp_path / "page.html").unlink()
     with pytest.raises(CheckpointError, match=r"evaluation.json' has no rows of a suite .* or move the file away"):

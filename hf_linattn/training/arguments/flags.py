@@ -80,7 +80,8 @@ def unknown_option(name: object, known: set[str], of_distill: Set[str] = frozens
 
 def unread_word(word: str, flags: Sequence[str], known: set[str], of_distill: Set[str]) -> OptionError:
     """Say why no option takes a word of the command line: one before it has its value, or none has this name."""
-    option, values = "", []
+    option = ""
+    values: list[str] = []
     for part in flags:
         if part.startswith("--"):
             option, values = plain_name(part), []
