@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -81,6 +82,21 @@ def require(name: str, value: object, valid: bool, expected: str) -> None:
     """Raise `OptionError` unless `valid`, in the one wording used for every option."""
     if not valid:
         raise OptionError(f"{name} must be {expected}, got {value!r}")
+
+
+@contextmanager
+def given_as(**names: str) -> Iterator[None]:
+    """Have an `OptionError` about an option say the name under which its value was given: own -> given.
+
+    Around a block, or as a decorator of a function.
+    """
+    try:
+        yield
+    except OptionError as error:
+        own, _, rest = str(error).partition(" ")
+        if own not in names:
+            raise
+        raise OptionError(f"{names[own]} {rest}") from error
 
 
 def require_count(name: str, value: Any, least: int = 1, optional: bool = False) -> None:

@@ -23,7 +23,7 @@ from .config import require_count
 from .errors import OptionError, PatchError
 from .mechanisms import AttentionLayer, Mechanism
 from .plan import LayerSpec, PatchConfig, Plan
-from .positions.extend import extend_positions, undo_last_extension
+from .positions.extend import reach_max_positions, undo_last_extension
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def patch_model(
     root = _unpatched_root(model)
     with ExitStack() as undo:
         if max_positions is not None:
-            extend_positions(model, max_positions)
+            reach_max_positions(model, max_positions)
             undo.callback(undo_last_extension, root)
         patch, mechanisms = _attached(model, root, mechanism, layers, options, cross_attention)
         undo.callback(patch.detach, root)

@@ -15,7 +15,7 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from ..atomic_io import is_writable
-from ..config import require, require_known
+from ..config import given_as, require, require_known
 from ..errors import OptionError
 from ..plan import PatchConfig, name_or_plan
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, without_tokenizer
@@ -155,7 +155,7 @@ def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
 
     Of an embedding model of sentence-transformers the encoder is converted; what else it has is returned beside it.
     """
-    from .. import extend_positions
+    from ..positions.extend import reach_max_positions
     from ..sentence_models import SentenceModel, is_sentence_model
 
     modules = None
@@ -163,7 +163,7 @@ def original(wanted: Wanted) -> tuple[PreTrainedModel, SentenceModel | None]:
         modules = SentenceModel(wanted.model, wanted.dtype, "model")
     loaded = load(wanted.model, dtype=wanted.dtype) if modules is None else modules.take_encoder()
     require_original("model", wanted.model, loaded)
-    extended = loaded if wanted.max_positions is None else extend_positions(loaded, wanted.max_positions)
+    extended = loaded if wanted.max_positions is None else reach_max_positions(loaded, wanted.max_positions)
     return extended, modules
 
 
@@ -231,7 +231,8 @@ def state_length(model: PreTrainedModel, wanted: Wanted) -> int | None:
     from ..evaluation.speed import check_lengths
 
     length = min(LENGTH, position_limit(model) or LENGTH) if wanted.length is None else wanted.length
-    check_lengths(model, [length])
+    with given_as(lengths="length"):
+        check_lengths(model, [length])
     return length
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..config import require, require_count
+from ..config import given_as, require, require_count
 from ..errors import CheckpointError, DataError, OptionError
 from ..reading import read_tokenizer, require_file
 from ..recipe_files import locate
@@ -228,7 +228,8 @@ def run_suite(
         require("max_length", length, length <= limit, f"at most {limit}, the positions that the models have")
     lengths = default_lengths(limit) | {name: value for name, value in asked.items() if value is not None}
     lengths["long_prompts"] = lengths["long_prompts"] or None
-    options = dataclasses.replace(options, positions=limit, **lengths)
+    with given_as(length="max_length"):
+        options = dataclasses.replace(options, positions=limit, **lengths)
     _, window, place = facts["converted"]
     provenance = collect_provenance(options.seed, f"hf-linattn {shlex.join(sys.argv[1:])}", **place)
     measured = {

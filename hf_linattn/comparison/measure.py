@@ -38,7 +38,7 @@ class ComparisonOptions:
 
     Attributes:
         lengths: tokens at which speed and memory are measured.
-        window: tokens of the windows that perplexity is measured on; None: the longest of `lengths`, as far as the
+        max_length: tokens of the windows that perplexity is measured on; None: the longest of `lengths`, as far as the
             model has positions. num_windows: how many, the first of each text in turn; a masked model reads all.
         calibration: documents that are fitted to; none: nothing is fitted. calibration_tokens: of these, at most.
         batch_size, repeats, decode_tokens: of the timings, see `measure_speed`.
@@ -46,7 +46,7 @@ class ComparisonOptions:
     """
 
     lengths: tuple[int, ...]
-    window: int | None = None
+    max_length: int | None = None
     num_windows: int = 4
     calibration: tuple[str, ...] = ()
     calibration_tokens: int = TOKENS
@@ -60,7 +60,7 @@ class ComparisonOptions:
         require("lengths", self.lengths, bool(self.lengths), "numbers of tokens, at least one")
         for name in ("num_windows", "batch_size", "repeats"):
             require_count(name, getattr(self, name))
-        require_count("window", self.window, least=2, optional=True)
+        require_count("max_length", self.max_length, least=2, optional=True)
         require_count("decode_tokens", self.decode_tokens, least=0)
         check_minutes(self.limit_minutes)
 
@@ -146,7 +146,7 @@ def read_original(
         Others of `patch_model`, for a plan that does not fit.
     """
     is_masked_language_model(model)
-    window = options.window or max(options.lengths)
+    window = options.max_length or max(options.lengths)
     check_positions(model, window, options, "the model")
     for name, plan in plans.items():
         patch_model(model, plan)
@@ -165,7 +165,7 @@ def check_positions(model: PreTrainedModel, window: int, options: ComparisonOpti
     limit, longest, shortest = position_limit(model), max(options.lengths), min(options.lengths)
     require("lengths", shortest, shortest >= 1, "at least 1")
     require("lengths", longest, limit is None or longest <= limit, f"1 to {limit}, the positions of {whose}")
-    require("window", window, limit is None or window <= limit, f"2 to {limit}, the positions of {whose}")
+    require("max_length", window, limit is None or window <= limit, f"2 to {limit}, the positions of {whose}")
 
 
 def compare(

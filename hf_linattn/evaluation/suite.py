@@ -17,7 +17,7 @@ from statistics import fmean
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..config import require, require_count, require_known
+from ..config import given_as, require, require_count, require_known
 from ..errors import OptionError
 from ..mechanisms.composite import CompositeMechanism
 from ..patching import get_mechanisms, is_patched
@@ -103,6 +103,7 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     return found
 
 
+@given_as(length="lengths")
 def recall(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: SuiteOptions) -> list[Measurement]:
     """Return what the model recalls of generated prompts: in writing, and by the likeliest answer.
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..architecture import root_model
-from ..config import require
+from ..config import given_as, require
 from ..errors import DataError, OptionError
 from ..positions.tables import known_positions
 from .gates import Gates
@@ -77,6 +77,7 @@ def _suite(
     return found
 
 
+@given_as(length="lengths")
 def _far_prompts(
     task: str, tokenizer: PreTrainedTokenizerBase, length: int, options: SearchOptions, window: int
 ) -> list[Any]:

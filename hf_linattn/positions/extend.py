@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from .. import architecture
 from ..blueprints import blueprint, buffers_of, grown_modules, initialised, is_made, plain_attributes, shapes
-from ..config import require, require_count
+from ..config import given_as, require, require_count
 from ..errors import OptionError, PatchError, UnsupportedModelError
 from ..pinning import modules_with_mechanisms, nested_configs, own_config
 from ..reading import one_line
@@ -140,6 +140,12 @@ def _is_rotary(config: Any) -> bool:
 def _rope_parameters(config: Any, part: Any) -> Any:
     """Return the rope parameters of one of its `position_configs`; None in those of a pair's encoder, which stay."""
     return getattr(part, "rope_parameters", None) if part is config or part is config.get_text_config() else None
+
+
+@given_as(max_length="max_positions")
+def reach_max_positions(model: ModelT, max_positions: int) -> ModelT:
+    """Call `extend_positions` for an option of this name, which its errors then say."""
+    return extend_positions(model, max_positions)
 
 
 def _scale_rotation(root: PreTrainedModel, longer: Any, max_length: int, method: str | None) -> list[tuple[int, str]]:

@@ -13,12 +13,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn import extend_positions, get_mechanisms, is_patched, patch_model
+from hf_linattn import get_mechanisms, is_patched, patch_model
 from hf_linattn.calibration import own_parameters, what_is_fitted
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.evaluation import position_limit, streaming_like, whole_windows
 from hf_linattn.evaluation.label_metrics import REGRESSION, SEVERAL
+from hf_linattn.positions.extend import reach_max_positions
 from hf_linattn.reading import read_tokenizer
 from hf_linattn.training.arguments import FULL, NONE, WINDOW, Arguments, ModelArguments, check_budget
 from hf_linattn.training.arguments.board import CommandLine
@@ -71,7 +72,7 @@ def prepare(
         raise OptionError(f"model_name_or_path={name!r} is converted already; give the original")
     digests, table = {"model_digest": model_digest(model)}, position_limit(model)
     if model_options.max_positions is not None:
-        extend_positions(model, model_options.max_positions)
+        reach_max_positions(model, model_options.max_positions)
         warn_of_short_rows(arguments, table)
     task.check(model, data_options, recipe_options)
     task.check_options(arguments)

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn import chunk_feed_forward, extend_positions, is_patched, patch_model
+from hf_linattn import chunk_feed_forward, is_patched, patch_model
 from hf_linattn.errors import CheckpointError
 from hf_linattn.evaluation.document_windows import DocumentWindows, windows_for
 from hf_linattn.evaluation.next_token import TokenLosses, even_places
+from hf_linattn.positions.extend import reach_max_positions
 from hf_linattn.sentence_models import encoder_folder
 from hf_linattn.training.arguments import Arguments, tokens_per_step
 from hf_linattn.training.data import TrainingData
@@ -95,7 +96,7 @@ class TrainingRun:
         options = self.arguments.model
         model = load_model(str(path or options.model_name_or_path), options.dtype)
         if path is None and extended and options.max_positions is not None:
-            extend_positions(model, options.max_positions)
+            reach_max_positions(model, options.max_positions)
         if is_patched(model):
             chunk_feed_forward(model, options.chunk_feed_forward)
         return model.to(self.arguments.training.device)

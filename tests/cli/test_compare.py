@@ -211,7 +211,7 @@ REFUSED = {
     ("perfomer",): "did you mean performer",
     ("missing.json",): "plan='missing.json' cannot be read",
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
-    ("linear", "--max-length", "65"): "window must be 2 to 64, the positions of the model, got 65",
+    ("linear", "--max-length", "65"): "max_length must be 2 to 64, the positions of the model, got 65",
     ("linear", "--lengths", "a"): "lengths must be numbers",
     ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0, got 0.0",
     ("local", '{"synthesizer": {"max_length": 16}}', "--lengths", "8,24"): (

@@ -246,6 +246,7 @@ def test_windows_have_all_positions_where_there_are_fewer_than_by_default(unlike
     asked = unlike["256"], tmp_path / "text.txt", "--output", tmp_path / "found.json"
     rows = json.loads(run(*asked, "--suite", "language", "--original", unlike["512"], "--json"))["rows"]
     assert {tuple(row["prompt_tokens"]) for row in rows} == {(256, 256, 256)}
+    assert "max_length must be an integer >= 2, got 1" in run(*asked, "--suite", "all", "--max-length", 1, code=1)
     longer = run(*asked, "--suite", "language", "--max-length", 257, code=1)
     assert "max_length must be at most 256, the positions that the models have, got 257" in longer
     assert json.loads(run(*asked[:2], "--json"))["num_tokens"] > 256
@@ -270,6 +271,8 @@ def test_options_and_suites_are_checked(options, tokenizer):
     longer = dataclasses.replace(options, length=65)
     with pytest.raises(OptionError, match="length must be at most 64, the positions that the models have, got 65"):
         measure(make_model("gpt2"), tokenizer, ["language"], longer)
+    with pytest.raises(OptionError, match=r"^lengths must be at least \d+ for the task"):
+        measure(make_model("llama"), tokenizer, ["recall"], dataclasses.replace(options, lengths=(5,)))
     with pytest.raises(OptionError, match="long_prompts must be at most 20, the positions that the models"):
         measure(make_model("llama"), tokenizer, ["tasks"], dataclasses.replace(options, positions=20))
     with pytest.raises(OptionError, match="suite needs a causal language model, got a masked one"):
@@ -350,8 +353,8 @@ def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task
     assert "metrics='f1' is an option of classifiers, not" in run(model, *flags, "--metrics", "f1", code=1)
     assert OPTIONS_OF.keys() <= inspect.signature(evaluate).parameters.keys()
     assert "output must be the path of a file" in run("absent", *flags, "--output", tmp_path, code=1)
-    for option in ("num_windows", "limit"):
-        assert f"{option} must be an integer >= 0, got -1" in run(model, *flags, f"--{option}", -1, code=1)
+    for option, flag in (("num_windows", "--num-windows"), ("limit", "--limit")):
+        assert f"{option} must be an integer >= 0, got -1" in run(model, *flags, flag, -1, code=1)
     assert "unknown dtype 'float8'; did you mean float" in run(model, *flags, "--dtype", "float8", code=1)
     assert "files is empty; give at least one text file" in run(model, code=1)
     assert not output.exists()

@@ -125,5 +125,5 @@ def test_kinds_of_prompts_that_are_longer_are_left_out_unless_they_are_named():
     found = {prompt.task for prompt in _suite(tokenizer, SearchOptions(lengths=[512]), None, 64)}
     assert found == set(RECALL_TASKS) - {"common_words"}
     for options in ({"lengths": [512], "tasks": ["single_noise", "common_words"]}, {"lengths": [20]}):
-        with pytest.raises(OptionError, match=r"length must be at least .* for the task '.*' with this tokenizer"):
+        with pytest.raises(OptionError, match=r"^lengths must be at least .* for the task '.*' with this tokenizer"):
             _suite(tokenizer, SearchOptions(**options), None, 10)

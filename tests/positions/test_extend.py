@@ -195,6 +195,8 @@ def test_a_patch_that_fails_leaves_the_old_table():
     before = read(model, OLD)
     with pytest.raises(OptionError, match="no option 'num_feature'"):
         patch_model(model, "performer", max_positions=NEW, num_feature=3)
+    with pytest.raises(OptionError, match=f"^max_positions must be above {OLD}, .* got {OLD}"):
+        patch_model(model, "performer", max_positions=OLD)
     assert torch.equal(read(model, OLD), before) and model.config.max_position_embeddings == OLD
     with pytest.raises(PatchError, match="is not patched"):
         unpatch_model(model)

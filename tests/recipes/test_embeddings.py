@@ -265,7 +265,7 @@ def test_pairs_are_rows_of_their_own(material, tmp_path):
     ("changes", "error", "message"),
     [
         ({"max_positions": None}, OptionError, r"block_size=16 is beyond the 8 positions .* extend_positions"),
-        ({"max_positions": 4}, OptionError, "max_length must be above 8"),
+        ({"max_positions": 4}, OptionError, "max_positions must be above 8"),
         ({"hidden_weight": 1.0}, OptionError, "hidden_weight=1.0: the original reads windows of 8 tokens"),
         ({"document_window": 9}, OptionError, "document_window must be at most the 8 positions"),
         ({"kl_weight": 1.0}, OptionError, "kl_weight=1.0: an embedding model predicts nothing"),

@@ -219,7 +219,7 @@ def test_a_run_is_not_continued_on_other_content_of_the_same_files(material, tmp
         ({"mechanism": "perfomer"}, UnknownNameError, "did you mean performer"),
         ({"mechanism_options": '{"features": 3}'}, OptionError, "no option 'features'"),
         ({"chunk_feed_forward": 0}, OptionError, "chunk_feed_forward must be None or an integer >= 1, got 0"),
-        ({"max_positions": 64}, OptionError, "max_length must be above 64, the positions that GPT2LMHeadModel has"),
+        ({"max_positions": 64}, OptionError, "max_positions must be above 64, the positions that GPT2LMHeadModel has"),
         ({"layers": "0-2"}, OptionError, "layer 2, but the model has layers 0 to 1"),
         ({"control": "lora"}, OptionError, "control must be 'full' where lora_rank and control_dir are absent"),
         ({"control": "none", "control_dir": "other"}, OptionError, "control_dir must be absent where control is"),

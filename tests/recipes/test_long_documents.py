@@ -114,7 +114,7 @@ def test_positions_that_no_row_reaches_are_warned_of(material, tmp_path, caplog,
     ("changes", "message"),
     [
         ({"max_positions": None}, r"block_size=12 is beyond the 6 positions .* max_positions=12 .* extend_positions"),
-        ({"max_positions": 4}, "max_length must be above 6"),
+        ({"max_positions": 4}, "max_positions must be above 6"),
         ({"document_window": 7}, "document_window must be at most the 6 positions of the original, got 7"),
         ({"block_size": 5, "document_window": 6}, "document_window must be below block_size=5"),
         ({"document_stride": 7}, "document_stride must be at most 6"),

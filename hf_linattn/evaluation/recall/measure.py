@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ...config import require, require_count
+from ...config import given_as, require, require_count
 from ..perplexity import position_limit
 from .answers import RecallAnswer, answer_prompts
 from .needles import LETTERS
@@ -53,6 +53,7 @@ class RecallRow(TypedDict):
     letters: dict[str, int] | None
 
 
+@given_as(length="lengths")
 def recall(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
