@@ -36,6 +36,7 @@ from benchmarks.tables.speed import peers_table, summary_table
 from docs import pictures
 from hf_linattn import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS, Mechanism
+from hf_linattn.mechanisms.composite import CompositeMechanism
 from hf_linattn.testing import Case
 
 PICTURES = "../mechanisms.md#pictures"  # how to read what a page shows, as the others
@@ -85,6 +86,8 @@ def modes(mechanism: type[Mechanism]) -> str:
 
 def state(mechanism: type[Mechanism]) -> str:
     """Return how its decoding state grows."""
+    if issubclass(mechanism, CompositeMechanism):
+        return "that of its parts"
     return "constant" if mechanism.constant_state else "grows with the context"
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from hf_linattn.training.arguments.refused import REFUSED
 
 ASKED = frozenset({"-h", "--help"})
-USAGE = "[config.yaml] [--option value ...]"
+USAGE = "[config.yaml | recipe:NAME] [--option value ...]"
 DESCRIPTION = (
     "Options are flags, entries of a YAML file, or both; a row overrides the file, a flag both. Mappings are JSON."
 )

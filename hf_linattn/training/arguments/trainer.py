@@ -75,7 +75,7 @@ class FinetuningArguments(TrainingArguments):
     metric_for_best_model: str | None = field(
         default="loss", metadata={"help": "What the best checkpoint is best in."}
     )
-    greater_is_better: bool | None = field(default=False, metadata={"help": "Whether more of it is better."})
+    greater_is_better: bool | None = field(default=False, metadata={"help": "No: of a loss, less is better."})
     mechanism_rate: float = field(
         default=1.0, metadata={"help": "The mechanisms' learning rate (maps, gates, decays), times that of the rest."}
     )
