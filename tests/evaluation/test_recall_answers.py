@@ -182,7 +182,7 @@ def test_prompts_may_end_where_the_position_table_does():
     options = SuiteOptions(recall_tasks=tasks[:1], lengths=(LENGTH,), num_samples=2, progress=False)
     assert suite.recall(model, tokenizer, options)[0].prompt_tokens == tuple(len(p.prompt_ids) for p in fitting[:2])
     assert len(recall(model, tokenizer, tasks[:1], [LENGTH], num_samples=2, progress=False)) == 3
-    with pytest.raises(OptionError, match="^lengths must be at most 300, the model's positions, got 301"):
+    with pytest.raises(OptionError, match=r"^lengths must be at most 300, the model's positions, got 301"):
         recall(model, tokenizer, tasks, [LENGTH + 1])
 
 
