@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
+from benchmarks.plot_labels import place_labels
 from benchmarks.result_files import MQAR_FILE, MQAR_PLOT, RESULTS, Document
 from hf_linattn import calibrate, get_mechanisms, patch_model
 from hf_linattn.atomic_io import write_json

@@ -23,9 +23,9 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
 from benchmarks.measure.saved_models import save_whole
+from benchmarks.plot_labels import place_labels
 from benchmarks.result_files import MQAR_SWEEP_FILE, MQAR_SWEEP_PLOT, RESULTS, Document, resume
 from benchmarks.studies.mqar import answers, fit, make_batch, state_size
 from benchmarks.tables.mqar import mean_of, title_of

@@ -28,8 +28,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFo
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.measure.labels import place_labels
 from benchmarks.measure.provenance import collect_provenance
+from benchmarks.plot_labels import place_labels
 from benchmarks.result_files import RECALL_BOARD_FILE, RECALL_BOARD_PLOT, RESULTS, ROOT, Document, check_same, resume
 from benchmarks.studies.mqar import state_size
 from benchmarks.tables.recall_board import mixture_loss, needle_share

@@ -87,7 +87,7 @@ def unread_word(word: str, flags: Sequence[str], known: set[str], of_distill: Se
             option, values = plain_name(part), []
             continue
         values.append(part)
-        if part == word and option and len(values) > 1:
+        if part == word and option and len(values) == 2:  # what is left over begins with a second value
             return OptionError(f"{option} must be one value, got {values}")
     return unknown_option(word, known, of_distill)
 

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from benchmarks.measure.labels import place_labels
+from benchmarks.plot_labels import place_labels
 from hf_linattn.report.plots import blank_figure
 
 pytestmark = pytest.mark.tools
