@@ -10,10 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
 )
 
 from .errors import UnsupportedModeError
@@ -40,38 +38,12 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: Any = None
         self.made_by: Any = None  # the config of the mechanism that made it
+        self.made_after = 0  # times that its directions were drawn anew before
         self.seq_length = 0
         self.handed = 0  # new tokens of the last update, which `hold` counts
         self.expected = False  # whether a mechanism announced that it will read what the next update hands out
         self.pending: tuple[Tensor, Tensor] | None = None
         self.noted: tuple[Tensor | None, int] | None = None  # real tokens [B] among the first ones; None: all of them
-
-    @classmethod
-    def adopt(cls, layer: CacheLayerMixin) -> StateLayer:
-        """Return a state layer that continues what `layer` holds."""
-        if isinstance(layer, LinearAttentionLayer):
-            adopted: StateLayer = RecurrentStateLayer.beside(layer)
-        elif isinstance(layer, StaticLayer) and cls is StateLayer:
-            adopted = StaticStateLayer(layer.max_cache_len, layer.is_sliding)
-        else:
-            adopted = cls()
-        seen = int(layer.get_seq_length())
-        if seen:
-            keys, values = layer.keys, layer.values
-            whole = isinstance(keys, Tensor) and keys.dim() == 4 and (layer.is_sliding or keys.shape[-2] >= seen)
-            if not whole:
-                raise UnsupportedModeError(
-                    f"past_key_values holds a {type(layer).__name__}, whose keys cannot be read;"
-                    " start with a new cache or an unquantised one"
-                )
-            adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
-            adopted.seq_length, adopted.is_initialized = seen, True
-        elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # as the parts of a cache with states are
-            raise UnsupportedModeError(
-                "past_key_values holds keys of 0 tokens, as a cache does that was made anew from the parts of another,"
-                " which are no decoding states; give the cache that the model returned, or a new one"
-            )
-        return adopted
 
     def like(self) -> StateLayer:
         """Return a layer for the state of another module that attends to what this one has just handed out."""
@@ -83,14 +55,22 @@ class StateLayer(CacheLayerMixin):
     def _empty(self) -> StateLayer:
         return StateLayer()
 
-    def require_own(self, config: Any, index: int) -> None:
-        """Raise `UnsupportedModeError` if the state is that of a mechanism of another config."""
-        if self.state is None or self.made_by is config or self.made_by == config:
+    def require_own(self, mechanism: Any) -> None:
+        """Raise `UnsupportedModeError` if the state is of another config or other directions than the mechanism's."""
+        if self.state is None:
             return
-        raise UnsupportedModeError(
-            f"past_key_values holds a decoding state for layer {index} that was made by {self.made_by}, and the layer"
-            f" has {config}; start with a new cache"
-        )
+        config, index = mechanism.config, mechanism.layer.index
+        if self.made_by is not config and self.made_by != config:
+            raise UnsupportedModeError(
+                f"past_key_values holds a decoding state for layer {index} that was made by {self.made_by}, and the"
+                f" layer has {config}; start with a new cache"
+            )
+        if self.made_after != mechanism.times_redrawn():
+            raise UnsupportedModeError(
+                f"past_key_values holds a decoding state for layer {index} that was made before a forward in training"
+                f" drew the directions of {config.mechanism!r} anew (redraw_interval); start with a new cache, and"
+                " call model.eval() before decoding"
+            )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -123,7 +103,15 @@ class StateLayer(CacheLayerMixin):
         self.pending, self.is_initialized = None, True
 
     def _write(self, state: Any, mechanism: Any) -> None:
-        self.state, self.made_by = mechanism.owned_state(state), mechanism.config
+        self.state = mechanism.owned_state(state)
+        self._sign(mechanism)
+
+    def _sign(self, mechanism: Any) -> None:
+        """Note who made the state; in a compiled graph as far as no number is asked for that would change."""
+        if self.made_by is not mechanism.config:
+            self.made_by = mechanism.config
+        if not torch.compiler.is_compiling():
+            self.made_after = mechanism.times_redrawn()
 
     def _count(self) -> None:
         self.seq_length += self.handed
@@ -248,8 +236,7 @@ class StaticStateLayer(StateLayer):
             for old, new in zip(kept, state, strict=True):
                 if new is not old:
                     old.copy_(new)
-        if self.made_by is not mechanism.config:
-            self.made_by = mechanism.config
+        self._sign(mechanism)
 
     def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
         mask = super().own_mask(mask, count)
@@ -311,10 +298,13 @@ class EncoderStateLayer(StateLayer):
     def own_mask(self, mask: Tensor | None, count: int) -> Tensor | None:
         return mask
 
-    def keep(self, state: Any, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember what was made of the tokens, and no longer themselves."""
-        self.state, self.pending, self.expected = state, None, False
-        self._keep_none(key_states, value_states)
+    def keep(self, state: Any, mechanism: Any) -> None:
+        """Remember what the mechanism made of the tokens, and no longer themselves."""
+        self.state, self.expected = state, False
+        self._sign(mechanism)
+        if self.pending is not None:  # as wide as they came: some models pad what they hand on
+            self._keep_none(*self.pending)
+        self.pending = None
 
     @property
     def keys(self) -> Any:
@@ -342,8 +332,9 @@ class EncoderStateLayer(StateLayer):
     def _kept(self, number: int) -> Any:
         if self.is_initialized and not self.expected:
             raise UnsupportedModeError(
-                "past_key_values holds what a patched layer keeps of the encoder's tokens, which softmax attention"
-                " cannot read; give it a cache of its own"
+                "past_key_values holds what a patched layer keeps of the encoder's tokens, and no keys; give softmax"
+                " attention a cache of its own, and leave return_dict_in_generate out where generate takes the cache"
+                " apart, as Whisper's does"
             )
         return (self._keys, self._values)[number] if self.pending is None else self.pending[number]
 

@@ -8,20 +8,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from .architecture import lender_of
-from .cache import EncoderStateLayer, StateLayer
+from .cache import EncoderStateLayer, RecurrentStateLayer, StateLayer, StaticStateLayer
 from .errors import UnsupportedModeError
 from .mechanisms import MECHANISMS, Mechanism
 from .mechanisms.composite import CompositeMechanism
-from .mechanisms.softmax import SoftmaxMechanism
+from .mechanisms.softmax import is_softmax
 from .ops.common.tracing import is_known, is_recorded
 
 
 def keeps_states(mechanism: Mechanism) -> bool:
     """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
-    return mechanism.layer.mode != "bidirectional" and not isinstance(mechanism, SoftmaxMechanism)
+    return mechanism.layer.mode != "bidirectional" and not is_softmax(mechanism)
 
 
 def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[Any, Any]:
@@ -42,10 +49,37 @@ def find_layer(module: nn.Module, mechanism: Mechanism, given: Cache) -> tuple[A
     if keeps_states(mechanism):
         if not isinstance(cache.layers[index], StateLayer):
             kind = EncoderStateLayer if across else StateLayer
-            cache.layers[index] = kind.adopt(cache.layers[index])
+            cache.layers[index] = _adopted(cache.layers[index], kind)
         cache.layers[index].expected = True
         _leave_inference_mode(cache.layers[index])
     return cache.layers[index], decoded if across else cache.layers[index].get_seq_length()
+
+
+def _adopted(layer: CacheLayerMixin, kind: type[StateLayer]) -> StateLayer:
+    """Return a state layer that continues what `layer` holds."""
+    if isinstance(layer, LinearAttentionLayer):
+        adopted: StateLayer = RecurrentStateLayer.beside(layer)
+    elif isinstance(layer, StaticLayer) and kind is StateLayer:
+        adopted = StaticStateLayer(layer.max_cache_len, layer.is_sliding)
+    else:
+        adopted = kind()
+    seen = int(layer.get_seq_length())
+    if seen:
+        keys, values = layer.keys, layer.values
+        whole = isinstance(keys, Tensor) and keys.dim() == 4 and (layer.is_sliding or keys.shape[-2] >= seen)
+        if not whole:
+            raise UnsupportedModeError(
+                f"past_key_values holds a {type(layer).__name__}, whose keys cannot be read;"
+                " start with a new cache or an unquantised one"
+            )
+        adopted.pending = (keys[:, :, :seen], values[:, :, :seen])  # a static layer is longer than what it holds
+        adopted.seq_length, adopted.is_initialized = seen, True
+    elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # as the parts of a cache with states are
+        raise UnsupportedModeError(
+            "past_key_values holds keys of 0 tokens, as a cache does that was made anew from the parts of another,"
+            " which are no decoding states; give the cache that the model returned, or a new one"
+        )
+    return adopted
 
 
 def _leave_inference_mode(layer: StateLayer) -> None:
@@ -163,7 +197,7 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
                 read.setdefault(0, index)  # a cache made without a config has no layer yet that nothing was read in
             continue
         if isinstance(layers[index], StateLayer):
-            layers[index].require_own(mechanism.config, mechanism.layer.index)
+            layers[index].require_own(mechanism)
         elif isinstance(layers[index], StaticLayer) and mechanism.layer.causal and keeps_states(mechanism):
             _require_static(mechanism, layers[index].is_sliding)
         if mechanism.layer.causal and lender is None and not isinstance(layers[index], StaticLayer):
@@ -212,9 +246,12 @@ def _steps_in_place(mechanism: Mechanism | type[Mechanism], sliding: bool) -> bo
     return mechanism.static_steps and (mechanism.constant_state or not sliding)
 
 
-def is_static_step(layer: Any, query: Tensor, mask: Tensor | None) -> bool:
-    """Whether one query gets all keys that a static layer has room for, those to come too."""
-    in_places = isinstance(layer, StaticLayer) and not layer.is_sliding
+def is_static_step(layer: Any, mechanism: Mechanism | None, query: Tensor, mask: Tensor | None) -> bool:
+    """Whether one query gets all keys that a static layer has room for, those to come too, as softmax can.
+
+    Other mechanisms take the last key for that of the query.
+    """
+    in_places = isinstance(layer, StaticLayer) and not layer.is_sliding and is_softmax(mechanism)
     return in_places and query.shape[2] == 1 and (mask is None or mask.dim() == 2)
 
 

@@ -39,6 +39,7 @@ class FeatureMap(nn.Module):
         width: how many features it makes by default, in units of D; None where no other number is possible.
         copies: how many features it makes of one direction.
         spec_weights: where weight and bias of its `spec` form lie, if it has them.
+        redraws: how often its random part was drawn anew.
     """
 
     estimates_softmax: ClassVar[bool] = False
@@ -47,6 +48,7 @@ class FeatureMap(nn.Module):
     width: ClassVar[int | None] = None
     copies: ClassVar[int] = 1
     spec_weights: ClassVar[tuple[str, ...]] = ()
+    redraws: int = 0
 
     def __init__(
         self,
@@ -168,6 +170,7 @@ class RandomFeatureMap(FeatureMap):
     def redraw(self, generator: torch.Generator) -> None:
         drawn = orthogonal_gaussian(self.num_features, self.head_dim, generator)
         self.projection.copy_(drawn)
+        self.redraws += 1
 
     def project(self, x: Tensor, unit: float = 1.0) -> Tensor:
         """Return the projections w . x [..., N, m] of the scaled inputs, in multiples of `unit`."""

@@ -27,7 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
-from .mechanisms.softmax import SoftmaxMechanism
+from .mechanisms.softmax import is_softmax
 from .ops.common.tracing import counts_positions, is_known, is_recorded, once, order_of_layers
 
 ROWS = 512  # queries for which a rule is compared at a time
@@ -143,7 +143,7 @@ def require_no_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any], mechanism
     one = isinstance(given, Tensor) and given.shape[1] == 1
     for mechanism in mechanisms:
         mask = pairs.get("encoder_attention_mask" if mechanism.layer.cross else "attention_mask")
-        if not (mask is None or _is_softmax(mechanism) or _same_for_all(mask, one, mechanism.layer.causal)):
+        if not (mask is None or is_softmax(mechanism) or _same_for_all(mask, one, mechanism.layer.causal)):
             _refuse_pairs(mask, mechanism)
 
 
@@ -286,7 +286,7 @@ def masks_of(
     if mask is None:
         return Masks()
     (batch, heads, num_queries, _), num_keys = query.shape, key.shape[2]
-    shape, unmasked, softmax = tuple(mask.shape), hasattr(mask, UNMASKED), _is_softmax(mechanism)
+    shape, unmasked, softmax = tuple(mask.shape), hasattr(mask, UNMASKED), is_softmax(mechanism)
     window = None if softmax else getattr(_made(mask), WINDOW, None)
     if window is not None and window[0] == causal:
         columns = None if window[1] is None else window[1].to(mask.device)
@@ -318,10 +318,6 @@ def masks_of(
 
 def _key_mask(mask: Tensor, num_keys: int, batch: int) -> Tensor:
     return mask[:, -num_keys:].bool().expand(batch, -1)
-
-
-def _is_softmax(mechanism: Mechanism | None) -> bool:
-    return mechanism is None or isinstance(mechanism, SoftmaxMechanism)
 
 
 def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:

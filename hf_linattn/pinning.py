@@ -84,8 +84,9 @@ class PinnedConfigMixin:
     def _refusal(self, value: Any) -> PatchError:
         return PatchError(
             f"attn_implementation={value!r} was chosen for a {type(self).__name__} that says {IMPLEMENTATION}; use"
-            " original_attention(model) for a while, unpatch_model(model) for good, and to make another model like"
-            " this one an Auto class, such as AutoModelForCausalLM.from_config(config), or copy.deepcopy(model)"
+            " original_attention(model) for a while, as for Whisper's return_token_timestamps, unpatch_model(model)"
+            " for good, and to make another model like this one an Auto class, such as"
+            " AutoModelForCausalLM.from_config(config), or copy.deepcopy(model)"
         )
 
 

@@ -296,7 +296,7 @@ def attention_forward(
     if sliding_window is None and is_causal:
         sliding_window = masked_window(module)
     sliding_window = window_of(module.config, sliding_window, is_causal)
-    if layer is not None and is_static_step(layer, query, attention_mask):
+    if layer is not None and is_static_step(layer, mechanism, query, attention_mask):
         attention_mask, sliding_window = seen_columns(attention_mask, layer, sliding_window), None
     else:
         key, value, attention_mask = _read_so_far(module, layer, query.shape[2], key, value, attention_mask)
@@ -368,8 +368,7 @@ def _attend_across(
         output = call.run(mechanism)
     else:
         output, state = mechanism(*call[:5], layer.state, **call.options(mechanism))
-        layer.keep(state, key, value)
-        layer.made_by = mechanism.config
+        layer.keep(state, mechanism)
     return output.transpose(1, 2).contiguous()
 
 

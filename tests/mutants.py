@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant("a cache counts one token", "hf_linattn/cache.py", "self.seq_length += self.handed", "self.seq_length += 1", "tests/test_cache.py tests/test_integration.py"),
     Mutant("what was handed out cannot be read", "hf_linattn/cache.py", "self.is_initialized and not self.expected", "self.is_initialized or not self.expected", "tests/test_cross_attention.py"),
     Mutant("what softmax had cached is lost", "hf_linattn/cache.py", "torch.cat([old.to(new), new], dim=-2)", "new", "tests/test_cache.py tests/test_integration.py"),
-    Mutant("a state of another mechanism is read", "hf_linattn/cache_layers.py", "            layers[index].require_own(mechanism.config, mechanism.layer.index)\n", "            pass\n", "tests/test_cache.py"),
+    Mutant("a state of another mechanism is read", "hf_linattn/cache_layers.py", "            layers[index].require_own(mechanism)\n", "            pass\n", "tests/test_cache.py"),
     Mutant("a padding mask is cut at its end", "hf_linattn/masks.py", "first: Any = sizes.key_offset", "first: Any = 0", "tests/test_masks.py"),
     Mutant("a padding mask is left out", "hf_linattn/masks.py", "else Masks(keys=once(_key_mask, mask, num_keys, batch))", "else Masks()", BRIDGE),
     Mutant("another scaling is left out", "hf_linattn/attention_call.py", "return query * (scaling / mechanism.layer.scaling)", "return query", "tests/test_transformers_bridge.py tests/test_architectures.py"),

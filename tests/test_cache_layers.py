@@ -1,12 +1,16 @@
-"""Which layers of a cache are read, and how: under an early exit, and of what inference mode has made."""
+"""Which layers of a cache are read, and how: under an early exit, of inference mode, across to an encoder."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_linattn import patch_model
-from hf_linattn.errors import UnsupportedModeError
+from hf_linattn import original_attention, patch_model
+from hf_linattn.errors import PatchError, UnsupportedModeError
+from hf_linattn.support.tiny import tiny_inputs, tiny_model
+from hf_linattn.testing.models import source_of
+from hf_linattn.testing.models import tiny_model as harness_model
 from tests.helpers import KINDS, assert_close, logits_of, make_patched, make_tokens
 from tests.models import make_model
 
@@ -37,3 +41,36 @@ def test_a_prompt_that_inference_mode_read_is_continued_with_gradients(mechanism
     model(ids[:, 8:11], past_key_values=cache).logits.sum().backward()
     assert all(p.grad is not None for p in model.model.embed_tokens.parameters())
     assert_close(model(ids[:, 11:], past_key_values=cache).logits.detach(), logits_of(model, ids)[:, 11:])
+
+
+@torch.no_grad()
+def test_heads_that_a_model_pads_are_kept_across_as_they_came():
+    """Moonshine pads what the cache hands out, in every step, to a width that some kernels like."""
+    model = tiny_model("moonshine")
+    for module in model.model.decoder.modules():
+        if hasattr(module, "head_dim_padding"):
+            module.head_dim_padding = 4
+    inputs = tiny_inputs(model)
+    ids = inputs.pop("decoder_input_ids")
+    patch_model(model, "linear", cross_attention="performer")
+    want = model(**inputs, decoder_input_ids=ids, use_cache=False).logits
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for position in range(3):
+        step = ids[:, position : position + 1]
+        assert_close(model(**inputs, decoder_input_ids=step, past_key_values=cache).logits[:, 0], want[:, position])
+
+
+def test_what_whisper_asks_of_cross_attention_is_refused_with_the_way_to_have_it():
+    model = harness_model("whisper", False, torch.float32)
+    model.generation_config.alignment_heads = [[0, 0]]
+    options = {**source_of("whisper", 2, 0, torch.float32), "max_new_tokens": 3, "do_sample": False}
+    stamps = model.generate(**options, return_token_timestamps=True)
+    patch_model(model, "linear", cross_attention="performer")
+    with pytest.raises(UnsupportedModeError, match=r"and leave return_dict_in_generate out .*, as Whisper's does"):
+        model.generate(**options, return_dict_in_generate=True)
+    assert model.generate(**options, return_segments=True)["segments"]
+    with pytest.raises(PatchError, match=r"original_attention\(model\) for a while, as for Whisper's return_"):
+        model.generate(**options, return_token_timestamps=True)
+    with original_attention(model):
+        again = model.generate(**options, return_token_timestamps=True)
+    assert torch.equal(again["token_timestamps"], stamps["token_timestamps"])

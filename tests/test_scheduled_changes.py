@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_linattn import patch_model
+from hf_linattn.errors import UnsupportedModeError
 from tests.helpers import assert_close, directions_of, logits_of, loss_gradients, make_tokens
 from tests.models import SPINE, make_model
 
@@ -125,6 +126,26 @@ def test_directions_stay_from_prefill_to_the_last_token_also_in_training_mode(na
             step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
     assert not drawn_anew(prefilled, directions_of(model))
     assert_close(step, logits_of(model.eval(), ids)[:, -1:])
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("plan", ["performer", "hybrid", "by_head"])
+@torch.no_grad()
+def test_a_state_of_directions_before_a_draw_is_refused(plan, kind):
+    """As where a forward of other inputs comes between prefill and decoding, in training mode."""
+    by_head = {"performer": {"heads": "0", **SCHEDULED["performer"]}, "softmax": {"heads": "1"}}
+    given, options = (by_head, {}) if plan == "by_head" else (plan, SCHEDULED[plan])
+    model, ids = patch_model(make_model("llama"), given, **options).train(), make_tokens(2, 9)
+    cache = kind(model.config, 32) if kind is StaticCache else kind(config=model.config)
+    for position in range(5):
+        step = model(input_ids=ids[:, position : position + 1], past_key_values=cache).logits
+    assert_close(step, logits_of(model.eval(), ids[:, :5])[:, -1:])
+    model.train()(input_ids=ids)
+    with pytest.raises(UnsupportedModeError, match=r"layer 0 that was made before a .* anew \(redraw_interval\)"):
+        model(input_ids=ids[:, 5:6], past_key_values=cache)
+    assert cache.get_seq_length() == 5
+    cache.reset()
+    assert_close(logits_of(model.eval(), ids, past_key_values=cache), logits_of(model, ids))
 
 
 @each_generator

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_linattn import get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.cache import StaticStateLayer
@@ -35,6 +35,7 @@ PLANS: dict[str, Any] = {
 OWN_GRAPH = {"single": ("linear",), "padded": ("gated_deltanet", "hybrid")}
 PADDED = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
 SINGLE = PADDED[0][:1], PADDED[1][:1]
+BIDIRECTIONAL = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]
 each_plan = pytest.mark.parametrize("plan", PLANS)
 
 
@@ -137,6 +138,18 @@ def test_columns_of_tokens_to_come_are_left_out_in_every_piece(name, plan):
         got = logits_of(model, ids[:, start:end], attention_mask=mask, past_key_values=cache)
         real = mask[:, start:end].bool()
         assert_close(got[real], want[:, start:end][real])
+        start = end
+
+
+@pytest.mark.parametrize("mechanism", each_of(BIDIRECTIONAL))
+@torch.no_grad()
+def test_an_encoder_reads_the_keys_of_a_static_cache_as_those_of_another(mechanism):
+    """It keeps no state: its query is the last of the tokens read, and not the last that the cache has room for."""
+    model, ids = make_patched("llama", mechanism, is_causal=False), make_tokens(2, 21)
+    caches, start = (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)), 0
+    for end in (16, 17, 18, 21):
+        want, got = (logits_of(model, ids[:, start:end], past_key_values=cache) for cache in caches)
+        assert_close(got, want)
         start = end
 
 

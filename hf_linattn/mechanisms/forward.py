@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OperandError, UnsupportedModeError, UnsupportedModelError
+from ..feature_maps import FeatureMap
 from ..ops.common.precision import accum_dtype
 from ..ops.common.tracing import is_known, is_open, is_recorded, is_shape_only, is_watched, once
 from ..ops.dispatch import Policy
@@ -131,6 +132,10 @@ class Forward(Capabilities, nn.Module):
 
         Not while the gradients of an earlier forward are still to come, whose layers may be made again for them.
         """
+
+    def times_redrawn(self) -> int:
+        """Return how often the random directions were drawn anew, its own and its parts'; a state is of one draw."""
+        return sum(x.redraws for x in self.modules() if isinstance(x, FeatureMap)) if self.scheduled else 0
 
     def borrowed(self) -> tuple[nn.Module, ...]:
         """Return the mechanisms of other layers whose own weights this one reads."""

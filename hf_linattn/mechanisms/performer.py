@@ -45,9 +45,10 @@ class PerformerMechanism(LinearMechanism):
 
     Deviations from the authors' code: no epsilon in the features, which would change the kernel; the keys' stabiliser
     is a running maximum with the state rescaled, not a maximum over all positions, which would let the future in; new
-    directions (`redraw_interval`) are drawn in training only, before a forward of the whole model, so never between
-    prefill and decoding. A forward that begins while the gradients of an earlier one are still to come draws none and
-    does not count. So a forward and its recomputation by gradient checkpointing see the same directions.
+    directions (`redraw_interval`) are drawn in training only, before a forward of the whole model that continues no
+    other; a cache with states of the directions before is refused then. A forward that begins while the gradients of
+    an earlier one are still to come draws none and does not count. So a forward and its recomputation by gradient
+    checkpointing see the same directions.
     """
 
     forwards: Tensor

@@ -78,9 +78,10 @@ def test_processes_on_cpus_wait_as_long_as_they_are_told_to(tmp_path, monkeypatc
             PartialState._reset_state()  # that of the tests before
             kept = 1
             try:
-                assert make_training(tmp_path, ddp_timeout=7).world_size == 2
+                assert make_training(tmp_path, ddp_timeout=77).world_size == 2
+                torch.distributed.barrier()  # the first one that ends takes the meeting place of the others with it
                 waits = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-                kept = int(waits != timedelta(seconds=7))
+                kept = int(waits != timedelta(seconds=77))
             finally:
                 os._exit(kept)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
