@@ -14,14 +14,19 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when PyTorch imports Trit
 import pytest
 
 
-def pytest_collection_finish() -> None:
-    """Leave what is there before the first test to itself: every `Trainer.train` would search it for garbage."""
-    gc.freeze()
-
-
 def pytest_unconfigure() -> None:
     """Let Python free at its end what was there before, too: the types of Triton would be listed as leaked."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def left_by_other_files():
+    """Leave what was there before the tests of a file to itself: every `Trainer.train` would search it for garbage.
+
+    That is a second each time where many graphs were traced and many models imported before.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
