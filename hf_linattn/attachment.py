@@ -23,22 +23,24 @@ HOOKS = (  # where PyTorch keeps those of a module, and what was said of them
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
+# what a model and its parts have of their own while they are patched
+ATTRIBUTES = (bridge.RECORD, pinning.EXACT, pinning.FORMER_NAME, pinning.PAGING, sliced_masks.SLICING)
 
 
 @dataclass
 class Patch:
-    """Everything that was done to a model, and what it was before."""
+    """Everything that was done to a model, and what it was before.
+
+    It holds parts of the model and never the model, which holds it: Python frees a model at once that is in no ring.
+    """
 
     config: PatchConfig
     attention: dict[str, nn.Module]
     implementations: list[tuple[PreTrainedConfig, str]]
     handles: list[RemovableHandle] = field(default_factory=list)
-    owners: list[PreTrainedModel] = field(default_factory=list)
     feed_forwards: list[FeedForward] = field(default_factory=list)
-    exact: list[nn.Module] = field(default_factory=list)
     parted: list[tuple[nn.Module, PreTrainedConfig]] = field(default_factory=list)
     names: list[tuple[Any, str, str]] = field(default_factory=list)
-    replaced: list[tuple[nn.Module, str]] = field(default_factory=list)
     extended: bool = False
 
     @classmethod
@@ -60,19 +62,19 @@ class Patch:
             )
         for owner, record in bridge.base_models(model, self.attention).items():
             setattr(owner, bridge.RECORD, record)
-            self.owners.append(owner)
             self.handles.append(owner.register_forward_pre_hook(bridge.model_pre_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_post_hook, with_kwargs=True))
             self.handles.append(owner.register_forward_hook(bridge.model_end_hook, with_kwargs=True, always_call=True))
-        self.exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
-        for module in self.exact:
+        exact = pinning.keeping_softmax(model, self.attention, [config for config, _ in self.implementations])
+        for module in exact:
             setattr(module, pinning.EXACT, True)
-        self.parted = pinning.part_configs(self.exact, self.implementations)
+        self.parted = pinning.part_configs(exact, self.implementations)
         for config, _ in self.implementations:
             bridge.set_implementation(config, bridge.IMPLEMENTATION)
             pinning.pin_config(config)
         saved_config.mark_config(model.config, self.config.to_dict())
-        self.replaced += pinning.forbid_paging(model) + sliced_masks.keep_key_masks(model)
+        pinning.forbid_paging(model)
+        sliced_masks.keep_key_masks(model)
         self.names = pinning.take_names(model)
 
     def chunk(self, feed_forwards: list[FeedForward], chunk_size: int) -> None:
@@ -85,15 +87,14 @@ class Patch:
 
     def choices(self, model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str]]:
         """Return each config that selects our attention, copies of layers have some of their own, and what it did."""
-        models = [model, *self.owners, *pinning.modules_with_mechanisms(model)]
+        owners = [part for part in model.modules() if bridge.RECORD in vars(part)]
+        models = [model, *owners, *pinning.modules_with_mechanisms(model)]
         return pinning.with_copies(self.implementations, models)
 
     def detach(self, model: PreTrainedModel) -> None:
         """Undo `attach` and `chunk`, also one that stopped half-way."""
         self.chunk([], 0)
-        pinning.give_names(self.names)
-        for part, method in self.replaced:
-            delattr(part, method)
+        pinning.give_names(model, self.names)
         saved_config.unmark_config(model.config)
         patched = {*self.attention.values(), *pinning.modules_with_mechanisms(model)}
         for config, original in self.choices(model):
@@ -101,13 +102,11 @@ class Patch:
             bridge.set_implementation(config, original)
         for module, config in self.parted:
             module.config = config
-        for module in self.exact:
-            if hasattr(module, pinning.EXACT):
-                delattr(module, pinning.EXACT)
         for handle in self.handles:
             handle.remove()
-        for owner in self.owners:
-            delattr(owner, bridge.RECORD)
+        for part in model.modules():
+            for name in ATTRIBUTES:
+                vars(part).pop(name, None)
         for module in patched:
             _take_off(module, self.handles)
         if self.extended:

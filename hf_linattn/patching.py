@@ -261,8 +261,8 @@ def patched_parts(model: nn.Module) -> dict[str, tuple[PreTrainedModel, Patch]]:
 def rename_patched(model: PreTrainedModel, name: str) -> None:
     """Name a patched model and its parts after the checkpoint that loads it as it is."""
     model.name_or_path = model.config._name_or_path = name
-    for _, patch in patched_parts(model).values():
-        pinning.give_names(patch.names, name)
+    for part, patch in patched_parts(model).values():
+        pinning.give_names(part, patch.names, name)
 
 
 def get_patch_config(model: nn.Module) -> PatchConfig:

@@ -27,6 +27,7 @@ SHARED = "_hf_linattn_shared_configs"  # the attribute of a transformers model t
 EXACT = "_hf_linattn_exact"  # the attribute of modules that keep softmax beside patched ones, as cross-attention does
 # modules that read a mask made by their config, as the interface makes it, and attend past the interface
 OWN_ATTENTION = frozenset({"Siglip2MultiheadAttentionPoolingHead"})
+FORMER_NAME = "_hf_linattn_former_name"  # the attribute of a model and its parts that says what they were named before
 PAGING = "init_continuous_batching"  # the method of a model that all of continuous batching goes through
 ADAPTER_BASE = "base_model_name_or_path"  # the field of an adapter's config in PEFT
 NAME_IN_MEMORY = (
@@ -244,9 +245,9 @@ def take_names(root: PreTrainedModel) -> list[tuple[Any, str, str]]:
     """
     parts = [part for part in root.modules() if isinstance(part, PreTrainedModel)]
     configs = configs_of(parts)
-    names = [(part, "name_or_path", part.name_or_path) for part in parts]
-    names += [(config, "_name_or_path", config._name_or_path) for config in configs]
+    names: list[tuple[Any, str, str]] = [(config, "_name_or_path", config._name_or_path) for config in configs]
     for part in parts:
+        setattr(part, FORMER_NAME, part.name_or_path)
         part.name_or_path = NAME_IN_MEMORY
     for config in configs:
         config._name_or_path = ""
@@ -276,8 +277,9 @@ def rename_adapters(model: nn.Module, names: Collection[str], name: str) -> None
             setattr(config, ADAPTER_BASE, name or None)
 
 
-def give_names(names: list[tuple[Any, str, str]], name: str | None = None) -> None:
-    """Give a model and its parts their names back, or the name of the checkpoint that they were loaded from."""
+def give_names(root: nn.Module, names: list[tuple[Any, str, str]], name: str | None = None) -> None:
+    """Give a model, its parts and configs their names back, or the name of the checkpoint that they are of."""
+    names = names + [(x, "name_or_path", vars(x)[FORMER_NAME]) for x in root.modules() if FORMER_NAME in vars(x)]
     for owner, field, before in names:
         setattr(owner, field, before if name is None else name)
 
@@ -294,14 +296,13 @@ def refuse_paging(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def forbid_paging(root: nn.Module) -> list[tuple[nn.Module, str]]:
+def forbid_paging(root: nn.Module) -> None:
     """Have a model and its parts refuse continuous batching; see `replace_method`."""
-    return replace_method(root, PAGING, lambda part: refuse_paging)
+    replace_method(root, PAGING, lambda part: refuse_paging)
 
 
-def replace_method(root: nn.Module, name: str, make: Callable[[nn.Module], Any]) -> list[tuple[nn.Module, str]]:
-    """Put `make(part)` over a method of a model and its parts; return those that have it, and the name to delete."""
-    parts = [part for part in root.modules() if isinstance(part, PreTrainedModel) and hasattr(part, name)]
-    for part in parts:
-        setattr(part, name, make(part))
-    return [(part, name) for part in parts]
+def replace_method(root: nn.Module, name: str, make: Callable[[nn.Module], Any]) -> None:
+    """Put `make(part)` over a method of a model and its parts, those that have it."""
+    for part in root.modules():
+        if isinstance(part, PreTrainedModel) and hasattr(part, name):
+            setattr(part, name, make(part))

@@ -15,15 +15,12 @@ from .pinning import replace_method
 SLICING = "_maybe_slice_kv_shared_inputs"  # the method of Gemma 4 that drops queries before layers with others' keys
 
 
-def keep_key_masks(root: nn.Module) -> list[tuple[nn.Module, str]]:
+def keep_key_masks(root: nn.Module) -> None:
     """Have a model and its parts leave key masks as they are, from which it would take the rows of dropped queries.
 
     Where a mechanism reads the queries of other tokens, or the layer's input, none is dropped.
-
-    Returns:
-        As `pinning.replace_method`.
     """
-    return replace_method(root, SLICING, lambda part: functools.partial(_slice_queries, part))
+    replace_method(root, SLICING, lambda part: functools.partial(_slice_queries, part))
 
 
 def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from dataclasses import dataclass
 from itertools import chain
 
@@ -357,3 +359,18 @@ def test_what_changes_a_model_in_place_returns_it():
     steps = {"extend_positions": 200, "patch_model": "linear", "set_backend": "torch", "chunk_feed_forward": 8}
     assert [getattr(hf_linattn, name)(model, value) is model for name, value in steps.items()] == [True] * 4
     assert unpatch_model(model) is model
+
+
+@pytest.mark.parametrize(("name", "mechanism"), [("bert", "linear"), *(("llama", kind) for kind in KINDS)])
+def test_a_patched_model_that_nobody_has_any_more_is_freed_at_once(name, mechanism):
+    """As one that is not: on a GPU its memory would be in use until Python looks for rings."""
+    model, ids = make_patched(name, mechanism).train(), make_tokens(2, 9)
+    model(input_ids=ids).logits.sin().sum().backward()
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
