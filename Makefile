@@ -121,10 +121,12 @@ $(FLOOR)/.installed: pyproject.toml constraints.txt setup.py $(wildcard hf_linat
 	$(FLOOR)/bin/pip install --quiet -c $(FLOOR)/constraints.txt transformers==5.17.0 -e ".[dev]"
 	@touch $@
 
-lint: install ## ruff, mypy, and the rules of tests/test_project.py
+lint: check-types ## ruff, mypy, and the rules of tests/test_project.py
+	$(PYTEST) -n 0 -q tests/test_project.py
+
+check-types: install ## ruff and mypy alone
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -n 0 -q tests/test_project.py
 
 bench: install ## speed and memory beside softmax, and the tables: 10 minutes; BENCH="--mechanism local"
 	$(BIN)/python -m benchmarks.run $(BENCH)
