@@ -20,9 +20,9 @@ from transformers.cache_utils import (
 from .architecture import lender_of
 from .cache import EncoderStateLayer, RecurrentStateLayer, StateLayer, StaticStateLayer
 from .errors import UnsupportedModeError
+from .masks import is_softmax
 from .mechanisms import MECHANISMS, Mechanism
 from .mechanisms.composite import CompositeMechanism
-from .mechanisms.softmax import is_softmax
 from .ops.common.tracing import is_known, is_recorded
 
 

@@ -27,7 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .errors import UnsupportedModeError
 from .mechanisms import Mechanism
-from .mechanisms.softmax import is_softmax
+from .mechanisms.softmax import SoftmaxMechanism
 from .ops.common.tracing import counts_positions, is_known, is_recorded, once, order_of_layers
 
 ROWS = 512  # queries for which a rule is compared at a time
@@ -300,8 +300,7 @@ def masks_of(
             f"attention_mask has {mask.dim()} dimensions {shape}; it must be a key mask [batch, length] or, for layers"
             " that keep softmax, a mask of pairs [batch, 1, queries, keys]"
         )
-    fits = mask.shape[-1] == num_keys or (cached and mask.shape[-1] > num_keys)
-    fits = fits and mask.shape[0] in (1, batch)
+    fits = mask.shape[0] in (1, batch) and (mask.shape[-1] == num_keys or (cached and mask.shape[-1] > num_keys))
     if mask.dim() == 4:
         fits = fits and mask.shape[1] in (1, heads) and mask.shape[2] in (1, num_queries)
     if not (fits or is_recorded()):
@@ -318,6 +317,11 @@ def masks_of(
 
 def _key_mask(mask: Tensor, num_keys: int, batch: int) -> Tensor:
     return mask[:, -num_keys:].bool().expand(batch, -1)
+
+
+def is_softmax(mechanism: Mechanism | None) -> bool:
+    """Whether a layer keeps softmax: its mechanism is that, or None where it was left out."""
+    return mechanism is None or isinstance(mechanism, SoftmaxMechanism)
 
 
 def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:

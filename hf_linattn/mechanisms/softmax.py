@@ -38,11 +38,6 @@ class SoftmaxState(NamedTuple):
     visible: Tensor
 
 
-def is_softmax(mechanism: Any) -> bool:
-    """Whether a layer keeps softmax: its mechanism is that, or None where it was left out."""
-    return mechanism is None or isinstance(mechanism, SoftmaxMechanism)
-
-
 @register_mechanism("softmax")
 class SoftmaxMechanism(SoftmaxTypeMechanism):
     """o_i = sum_j softmax_j(scaling q_i . k_j) v_j, exactly; quadratic in time, its decoding state grows.
