@@ -339,11 +339,12 @@ class RecoveryTrainer(Trainer):
 
         with replaced_head(model, losses), shared.replayed() if shared else nullcontext():
             output = model(**given)
-        loss = self._mean(output.logits, chosen.sum(), counted)
+        loss, share = self._mean(output.logits, chosen.sum(), counted), self._share(inputs)
+        loss = loss * share if counted is None else loss
         if teacher.hidden_weight:
             hidden = hidden_error(output.hidden_states, example.hidden_states, inputs.get("attention_mask"))
             batches = 1 if counted is None else self.current_gradient_accumulation_steps
-            loss = loss + schedule * teacher.hidden_weight * hidden * self._share(inputs) / batches
+            loss = loss + schedule * teacher.hidden_weight * hidden * share / batches
         return loss
 
     def _head_of_chunks(self) -> nn.Module | None:

@@ -14,9 +14,10 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from hf_linattn import chunked_sums, patch_model
 from hf_linattn.chunked_sums import sum_by_chunks
+from hf_linattn.support.tiny import tiny_inputs, tiny_model
 from hf_linattn.training.adapters import add_adapters
 from hf_linattn.training.finetuning import validation_loss
-from hf_linattn.training.losses.chunks import cast_once, replaced_head, separate_head
+from hf_linattn.training.losses.chunks import cast_once, cross_entropy_by_chunks, replaced_head, separate_head
 from hf_linattn.training.losses.distillation import Teacher
 from hf_linattn.training.task import task_of
 from hf_linattn.training.trainers import RecoveryTrainer
@@ -129,18 +130,37 @@ def test_the_parts_of_the_step_add_up_over_accumulated_batches(tmp_path):
     whole = data.collator([data.train[i] for i in range(7)])
     assert total == pytest.approx(full_loss(model, trainer.teacher, whole).item(), rel=1e-5)
 
+    trainer.model_accepts_loss_kwargs, trainer._mean_rows = False, 3.5  # the mean of batches' means, each by its rows
+    for part, rows in zip(parts, (2, 5), strict=True):
+        wanted = full_loss(model, trainer.teacher, part).item() * rows / 3.5
+        loss = trainer.compute_loss(model, dict(part), num_items_in_batch=count).item()
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
 
 def test_a_head_is_separate_only_where_nothing_follows_it():
     model = make_model("llama", std=0.3)
     assert separate_head(model) is model.lm_head
     head = model.lm_head
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-    for scaling, follows in ((1.0, False), (3.0, True)):
+    for scaling, follows in ((1.0, False), (3.0, True), (8.0, True), (0.0625, True)):  # powers of two round nothing
         scaled = GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=scaling))
         assert (separate_head(scaled) is None) == follows
     with pytest.raises(ZeroDivisionError), replaced_head(model, lambda states: 1 / 0):
         model(torch.tensor([[1, 2]]))
     assert "forward" not in head.__dict__
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["bert", "cohere", "esm", "gemma2", "gpt2", "mobilebert"])
+def test_a_loss_by_chunks_is_the_models_own_or_not_asked_for(model_type):
+    """Of models that scale logits, cap them, add a bias, or use the weight of a projection that they never call."""
+    model = tiny_model(model_type)
+    ids = tiny_inputs(model)["input_ids"]
+    head = separate_head(model)
+    assert (head is not None) == (model_type in ("bert", "gpt2"))
+    if head is not None:
+        total, count = cross_entropy_by_chunks(model, head, {"input_ids": ids, "labels": ids})
+        torch.testing.assert_close(total.logits / count, model(input_ids=ids, labels=ids).loss)
 
 
 def test_a_sum_by_chunks_has_the_gradient_of_rows_and_parameters_and_no_other():

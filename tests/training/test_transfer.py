@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from hf_linattn import OptionError, PatchError, get_mechanisms, list_mechanisms, patch_model
+from hf_linattn import OptionError, PatchError, UnsupportedModelError, get_mechanisms, list_mechanisms, patch_model
 from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters
 from hf_linattn.evaluation.memory import LiveBytes
@@ -268,3 +268,18 @@ def test_what_cannot_be_trained_is_refused():
         AttentionTransfer(make("gpt2"), weights_weight=-1.0)
     with pytest.raises(OptionError, match="output_weight must be above 0 if weights_weight is 0, got 0"):
         AttentionTransfer(make("gpt2"), 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", [AttentionTransfer, BlockTransfer])
+def test_layers_that_text_does_not_run_are_left_out(kind):
+    """Gemma 3 has a tower of images, its first two layers."""
+    model, ids = patch_model(small_model("gemma3"), "hedgehog"), random_tokens(2, 19)
+    transfer = kind(model)
+    found = transfer(input_ids=ids)
+    assert len(found["output_errors"]) == (2 if kind is AttentionTransfer else 1)
+    found["loss"].backward()
+    trained = [any(p.grad.any() for p in mechanism.parameters()) for mechanism in transfer.mechanisms]
+    assert trained == [False, False, True, True]
+    model = patch_model(small_model("gemma3"), {"hedgehog": [0, 1], "softmax": [2, 3]})
+    with pytest.raises(UnsupportedModelError, match=r"no converted layer ran .* read text \(layers=\)"):
+        kind(model)(input_ids=ids)

@@ -22,7 +22,7 @@ from hf_linattn.attention_call import AttentionCall, intercept_attention
 from hf_linattn.calibration import own_parameters, squared_errors
 from hf_linattn.chunked_sums import Prepared
 from hf_linattn.config import require
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, UnsupportedModelError
 from hf_linattn.inference import accepted
 from hf_linattn.mechanisms import Mechanism, Pairs
 from hf_linattn.mechanisms.forward import gather_parts
@@ -120,7 +120,7 @@ class AttentionTransfer(Transfer):
         self._weights = (output_weight, weights_weight)
 
     def compare(self, inputs: dict[str, Tensor], gradients: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-        """Return the `loss`, and `output_errors` and `divergences` of all layers [L]."""
+        """Return the `loss`, and `output_errors` and `divergences` of all layers that ran [L]; text runs no tower."""
         layers = {
             path: _Layer(mechanism, projection, self._weights, gradients, len(self._layers))
             for path, (mechanism, projection) in self._layers.items()
@@ -178,8 +178,13 @@ def add_gradients(loss: Tensor, gradients: dict[nn.Parameter, Tensor]) -> None:
 
 
 def over_runs(found: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return what was found of each part [L], the mean over its runs, and the mean over all runs."""
-    return torch.stack([torch.stack(runs).mean() for runs in found]), torch.stack([*chain(*found)]).mean()
+    """Return what was found of each part that ran [L], the mean over its runs, and the mean over all runs."""
+    if not any(found):
+        raise UnsupportedModelError(
+            "no converted layer ran in a forward of the training texts, from which it would learn; convert layers that"
+            " read text (layers=), or leave transfer_tokens out"
+        )
+    return torch.stack([torch.stack(runs).mean() for runs in found if runs]), torch.stack([*chain(*found)]).mean()
 
 
 def make_mean(gradients: dict[nn.Parameter, Tensor], parts: int, runs: int) -> None:

@@ -17,6 +17,8 @@ from hf_linattn.inference import accepted, evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.task import task_of
 
+MARK = 3.0  # in the place of logits: no scale, bias or cap leaves it as it is
+
 
 @contextmanager
 def replaced_head(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -90,8 +92,9 @@ def same(states: Tensor) -> Tensor:
 def separate_head(model: nn.Module) -> nn.Module | None:
     """Return the projection of a language model that is the last thing it does; None if something follows it.
 
-    Logits are then the projection of the states in front of it, and the loss is their cross-entropy: both are tried
-    out on two tokens. Models that scale or cap logits, add losses of routers, or have no projection, are not so.
+    What stands in its place gets the states in front of it, and what that returns is returned as it is; the logits are
+    the projection of those states, and the loss is their cross-entropy. All of it is tried out on two tokens. Models
+    that scale or cap logits, add a bias to them or losses of routers, or call no projection, are not so.
     """
     root = root_model(model)
     head = root.get_output_embeddings()
@@ -99,11 +102,22 @@ def separate_head(model: nn.Module) -> nn.Module | None:
         return None
     ids = torch.zeros(1, 2, dtype=torch.int64, device=root.device)
     options = accepted(root, use_cache=False)
+    received: list[Tensor] = []
+
+    def mark(states: Tensor) -> Tensor:
+        received.append(states)
+        return states.new_full((), MARK)
+
     with evaluation_mode(model), torch.no_grad():
         whole = root(input_ids=ids, labels=ids, **options)
-        with replaced_head(model, same):
-            states = root(input_ids=ids, **options).logits
-        if states.shape[:-1] != whole.logits.shape[:-1] or not torch.equal(head(states), whole.logits):
+        try:
+            with replaced_head(model, mark):
+                marked = root(input_ids=ids, **options).logits
+        except (IndexError, RuntimeError):  # what follows wants more than one number
+            return None
+        if len(received) != 1 or marked.dim() or marked.item() != MARK:
+            return None
+        if not torch.equal(head(received[0]), whole.logits):
             return None
         return head if torch.allclose(whole.loss.float(), _loss(root, whole.logits, ids), rtol=1e-3) else None
 
