@@ -17,7 +17,7 @@ from hf_linattn.inference import accepted, evaluation_mode, without_labels
 from hf_linattn.training.data import IGNORED_LABEL
 from hf_linattn.training.task import task_of
 
-MARK = 3.0  # in the place of logits: no scale, bias or cap leaves it as it is
+MARK = 3.0  # in place of logits: no scale, bias or cap leaves it as it is
 
 
 @contextmanager
