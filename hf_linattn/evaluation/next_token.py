@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import architecture
 from ..config import require, require_texts
@@ -151,11 +151,11 @@ def logits_of_parts(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[
         model: a causal one. inputs: `input_ids` [B, N] and what else its layers are given, such as a mask.
     """
     root, input_ids = architecture.root_model(model), inputs["input_ids"]
-    body: Any = root.base_model
     options: Any = accepted(model, use_cache=False)
     length = input_ids.shape[1] - 1
     size = max(1, LOGITS // (len(input_ids) * root.config.get_text_config().vocab_size))
-    if body is root or size > length:  # layers and head are one, or there are few logits
+    body: Any = None if size > length else _called_body(root, input_ids[:, :1], options)
+    if body is None:  # there are few logits, or layers and head are one
         yield _exact(model(**inputs, **options).logits[:, :-1]), input_ids[:, 1:]
         return
     output = body(**inputs, **accepted(body, use_cache=False))
@@ -168,6 +168,19 @@ def logits_of_parts(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[
         finally:
             handle.remove()
         yield logits, input_ids[:, 1 + first : 1 + first + logits.shape[1]]
+
+
+def _called_body(root: PreTrainedModel, token: Tensor, options: Mapping[str, Any]) -> nn.Module | None:
+    """Return the part of a model that it calls for the states in front of its head, as OPT its decoder alone."""
+    called: list[nn.Module] = []
+    bodies = [x for x in (root.base_model, root.get_decoder()) if isinstance(x, nn.Module) and x is not root]
+    handles = [x.register_forward_hook(lambda body, *_: called.append(body)) for x in bodies]
+    try:
+        root(input_ids=token, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next((x for x in bodies if x in called), None)
 
 
 def _exact(logits: Tensor) -> Tensor:

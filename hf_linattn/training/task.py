@@ -11,11 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from hf_linattn import architecture
 from hf_linattn.config import require
-from hf_linattn.errors import CheckpointError
+from hf_linattn.errors import CheckpointError, UnsupportedModelError
 from hf_linattn.evaluation import is_masked_language_model, perplexity
 from hf_linattn.evaluation.label_metrics import problem_of
 from hf_linattn.evaluation.perplexity import Window, documents_within
 from hf_linattn.evaluation.samples import LENGTH, Sample, continued, filled
+from hf_linattn.inference import accepted, evaluation_mode
 from hf_linattn.positions.tables import first_position
 from hf_linattn.reading import reading
 from hf_linattn.sentence_models import SentenceModel, is_sentence_model
@@ -94,6 +95,19 @@ class CausalLanguageModeling(LanguageModeling):
     """Position i predicts token i + 1."""
 
     auto_class = AutoModelForCausalLM
+
+    def check(self, model: PreTrainedModel, data: DataArguments, recipe: RecipeArguments) -> None:
+        super().check(model, data, recipe)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        options: Any = {"input_ids": ids, **accepted(model, use_cache=False)}
+        with evaluation_mode(model), torch.no_grad():
+            first, other = (model(**options, labels=ids + ids.new_tensor([[n, 0]])).loss for n in (0, 1))
+        if not torch.equal(first, other):  # no token predicts the first one
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes its loss from labels that stand where the tokens do, and would learn"
+                " to copy them; shift the labels in training code of your own, or convert a model that predicts the"
+                " next token"
+            )
 
     def stride(self, data: DataArguments) -> int | None:
         return data.stride or max(1, data.block_size // 2)

@@ -7,7 +7,15 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+)
 
 from hf_linattn import OptionError, patch_model
 from hf_linattn.evaluation import long_losses, next_token
@@ -21,7 +29,7 @@ from hf_linattn.evaluation.positions import (
     recurrence_distances,
 )
 from tests.helpers import logits_of, make_tokenizer, make_tokens
-from tests.models import fill, make_model
+from tests.models import fill, make_model, tiny_config
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61,
@@ -53,6 +61,16 @@ def test_a_head_that_reads_few_tokens_at_a_time_gives_the_models_own_losses(kind
     torch.testing.assert_close(read.losses, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(read.right, (logs.argmax(-1) == windows[:, 1:]).double())
     assert torch.equal(logits_of(model, windows)[:, :-1].double().log_softmax(-1), logs), "the model is as it was"
+
+
+@pytest.mark.parametrize("name", ["opt", "bart"])
+def test_a_model_that_calls_its_decoder_alone_gives_its_losses_a_few_tokens_at_a_time(name, monkeypatch):
+    model = make_model(name, std=0.5) if name == "opt" else fill(BartForCausalLM(tiny_config(BartConfig)), std=0.5)
+    windows = make_tokens(3, 23)
+    monkeypatch.setattr(next_token, "LOGITS", model.config.vocab_size * 3 * 5)
+    read = token_losses(model, windows)
+    logs = logits_of(model, windows)[:, :-1].double().log_softmax(-1)
+    torch.testing.assert_close(read.losses, -logs.gather(2, windows[:, 1:, None])[..., 0], rtol=1e-4, atol=1e-5)
 
 
 def test_losses_over_many_tokens_are_those_of_float64():

@@ -10,9 +10,10 @@ from statistics import fmean
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, Features, Value
+from transformers import BartConfig, BartForCausalLM
 
 from hf_linattn import patch_model
-from hf_linattn.errors import DataError, OptionError
+from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.training.arguments import DataArguments, RecipeArguments
 from hf_linattn.training.columns import check_columns
 from hf_linattn.training.data import load_text_splits
@@ -21,7 +22,7 @@ from hf_linattn.training.stages import recovery
 from hf_linattn.training.task import CAUSAL, CLASSIFICATION, MASKED, PROBLEMS, TextEncoder, load_model, task_of
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
-from tests.models import SPINE, make_model
+from tests.models import SPINE, fill, make_model, tiny_config
 from tests.training.test_finetuning import make_data, make_text, make_training
 
 CLASSIFIER = "ForSequenceClassification"
@@ -214,3 +215,10 @@ def test_a_reloaded_model_is_compared_wherever_its_weights_lie(tmp_path):
         parameter.data = moved.copy_(parameter.data)
     recovery.verify_saved(model, tmp_path, torch.arange(5, 12)[None], PROBLEMS["single_label_classification"])
     assert all(parameter.data_ptr() % recovery.ALIGNMENT == 0 for parameter in model.parameters())
+
+
+def test_a_model_whose_loss_is_of_no_next_token_is_refused():
+    """The decoders of BART and its kind compare each position with its own label, and would learn to copy it."""
+    CAUSAL.check(make_model("llama"), DataArguments(), RecipeArguments())
+    with pytest.raises(UnsupportedModelError, match="BartForCausalLM computes its loss from labels that stand where"):
+        CAUSAL.check(fill(BartForCausalLM(tiny_config(BartConfig))), DataArguments(), RecipeArguments())
