@@ -53,7 +53,7 @@ quickstart: $(or $(wildcard $(STAMP)),$(RUNS)) ## convert a small Llama but for 
 	print(pipeline('text-generation', 'runs/quickstart')('Return the number of', max_new_tokens=40, do_sample=False)[0]['generated_text']); \
 	print('The model in runs/quickstart:', measured_sentence(measured(Report.load('runs/quickstart'))))"
 
-test: install ## the tests and doctests, with the table of invariants: 5 minutes
+test: install ## the tests and doctests, with the table of invariants: 13 minutes on two cores with AVX2 alone
 	$(PYTEST)
 
 test-fast: install ## without the invariants and what starts processes or trains

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,21 @@ def keep_key_masks(root: nn.Module) -> None:
 
     Where a mechanism reads the queries of other tokens, or the layer's input, none is dropped.
     """
-    replace_method(root, SLICING, lambda part: functools.partial(_slice_queries, part))
+    replace_method(root, SLICING, KeepsKeyMasks)
+
+
+class KeepsKeyMasks:
+    """The method of one part, which it holds weakly, as the part holds it; a copy is that of the part's copy."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = weakref.ref(part)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeepsKeyMasks, (self.part(),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        part: Any = self.part()
+        return _slice_queries(part, *args, **kwargs)
 
 
 def _slice_queries(part: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

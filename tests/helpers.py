@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"performer": {"num_features": 24}}
 STATES = ("linear", "hybrid", "local", "lsh", "linformer", "fusion", "softmax")
 # and one for each kind of parameters beside these: maps of every head, projections and convolutions of the input
 KINDS = (*STATES, "hedgehog", "gated_deltanet")
+BOTH_WAYS = [name for name in MECHANISMS.names() if "bidirectional" in MECHANISMS.get(name).modes]
 
 
 def is_plain_pattern(mechanism: str) -> bool:

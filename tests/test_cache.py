@@ -19,7 +19,7 @@ from hf_linattn.mechanisms.composite import JoinedState
 from hf_linattn.ops.block_softmax.interface import KeptKeys
 from hf_linattn.ops.hybrid.interface import HybridState
 from hf_linattn.support.tiny import tiny_model
-from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens
+from tests.helpers import BOTH_WAYS, assert_close, each_of, generate, logits_of, make_patched, make_tokens
 from tests.models import NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_LAYERS, SHARING, make_model, make_sharing
 
 KEY_VALUE_HEADS = {"gpt2": NUM_HEADS, "llama": NUM_KEY_VALUE_HEADS}
@@ -263,9 +263,6 @@ def test_a_refused_call_leaves_the_cache_as_it_was(plan, kind):
     assert cache.get_seq_length() == 9
     assert torch.equal(read(model, more, past_key_values=cache).logits, expected)
     assert cache.get_seq_length() == 13
-
-
-BOTH_WAYS = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]
 
 
 @pytest.mark.parametrize("plan", ["linear", "streaming", {"local": "0", "softmax": "1"}])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -187,6 +191,21 @@ def test_packed_rows_stay_apart_where_a_model_drops_queries(plan, kept, by):
     patch_model(model, plan)
     want = model(ids[:, 9:], use_cache=False).logits[:, -kept:]
     assert_close(model(ids, **starts, use_cache=False, logits_to_keep=kept).logits, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_drops_queries_is_freed_at_once_and_its_copy_is_one_of_its_own(copied):
+    model, given = patch_model(make_sharing("Gemma4"), "linear"), {"input_ids": make_tokens(2, 40)}
+    want, other, gone = model(**given, logits_to_keep=1).logits, copied(model), weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert torch.equal(other(**given, logits_to_keep=1).logits, want)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from hf_linattn.cache import StaticStateLayer
 from hf_linattn.errors import UnsupportedModeError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.composite import CompositeMechanism
-from tests.helpers import assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
+from tests.helpers import BOTH_WAYS, assert_close, each_of, generate, logits_of, make_patched, make_tokens, pad
 from tests.models import NUM_LAYERS, make_model
 
 WINDOW = {"window_size": 4, "block_size": 4}  # narrower than the prompt, so that steps leave it
@@ -35,7 +35,6 @@ PLANS: dict[str, Any] = {
 OWN_GRAPH = {"single": ("linear",), "padded": ("gated_deltanet", "hybrid")}
 PADDED = pad([make_tokens(1, 9)[0], make_tokens(1, 4, seed=1)[0]], 0)
 SINGLE = PADDED[0][:1], PADDED[1][:1]
-BIDIRECTIONAL = [name for name in list_mechanisms() if "bidirectional" in MECHANISMS.get(name).modes]
 each_plan = pytest.mark.parametrize("plan", PLANS)
 
 
@@ -141,7 +140,7 @@ def test_columns_of_tokens_to_come_are_left_out_in_every_piece(name, plan):
         start = end
 
 
-@pytest.mark.parametrize("mechanism", each_of(BIDIRECTIONAL))
+@pytest.mark.parametrize("mechanism", each_of(BOTH_WAYS))
 @torch.no_grad()
 def test_an_encoder_reads_the_keys_of_a_static_cache_as_those_of_another(mechanism):
     """It keeps no state: its query is the last of the tokens read, and not the last that the cache has room for."""
