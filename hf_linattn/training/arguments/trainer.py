@@ -123,8 +123,12 @@ class FinetuningArguments(TrainingArguments):
             if not both and not bfloat16_pays():
                 self.bf16, self.bf16_full_eval = False, False
                 os.environ.pop(LAUNCHED, None)  # transformers looks there itself
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        by_deepspeed = str_to_bool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "no"))  # which has its own group
+        if several and not by_deepspeed and not torch.accelerator.is_available():
+            self.use_cpu = True  # torchrun does not say it, nor accelerate; without, each process trains all alone
         on_cpus = self.use_cpu or str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "no"))
-        if on_cpus and int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.distributed.is_initialized():
+        if on_cpus and several and not torch.distributed.is_initialized():
             # transformers honours ddp_timeout on other devices alone, and keeps the process group that is there
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
