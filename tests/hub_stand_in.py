@@ -26,6 +26,7 @@ class Repository:
 
     files: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
+    private: bool = False
 
     @property
     def sha(self) -> str:
@@ -83,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         wanted = json.loads(body)
         name = "/".join(filter(None, [wanted.get("organization") or "me", wanted["name"].rpartition("/")[2]]))
         status = 409 if name in self.hub.repositories else 200
-        self.hub.repositories.setdefault(name, Repository())
+        self.hub.repositories.setdefault(name, Repository(private=wanted.get("visibility") == "private"))
         self.answer(status, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
 
     def describe(self, body: bytes, name: str, *rest: str) -> None:
@@ -92,7 +93,8 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
             return
         siblings = [{"rfilename": path} for path in repository.files]
-        self.answer(200, {"id": name, "modelId": name, "sha": repository.sha, "siblings": siblings, "private": False})
+        said = {"sha": repository.sha, "siblings": siblings, "private": repository.private}
+        self.answer(200, {"id": name, "modelId": name, **said})
 
     def tree(self, body: bytes, name: str, *rest: str) -> None:
         files = self.hub.repositories[name].files

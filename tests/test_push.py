@@ -230,6 +230,17 @@ def test_an_upload_that_breaks_off_leaves_the_repository_as_it_was(user, hub, tm
     assert hub.repositories["me/model"].files["model.safetensors"] != before["model.safetensors"]
 
 
+def test_a_private_push_into_a_public_repository_is_refused(user, hub, tmp_path):
+    patch_model(make_model("gpt2"), "linear").save_pretrained(tmp_path / "model")
+    user.run("push", tmp_path / "model", "me/public")
+    message = user.run("push", tmp_path / "model", "me/public", "--private", code=1)
+    assert "--private: 'me/public' is there already, and public" in message
+    assert hub.repositories["me/public"].commits == 1
+    for _ in range(2):
+        user.run("push", tmp_path / "model", "me/hidden", "--private")
+    assert hub.repositories["me/hidden"].private and hub.repositories["me/hidden"].commits == 2
+
+
 def test_no_weights_of_an_earlier_push_stay_beside_those_of_a_model(user, hub, tmp_path):
     for size in ("1MB", "30KB"):
         patch_model(make_model("gpt2"), "linear").save_pretrained(tmp_path / size, max_shard_size=size)

@@ -33,7 +33,7 @@ LEFT_OUT = [*(f"{folder}/**" for folder in (STAGES, CONTROL, WINDOW)), ".[0-9]*"
 def push(
     folder: Annotated[Path, typer.Argument(help="a converted model, or an adapter of one")],
     repository: Annotated[str, typer.Argument(help="user/name on the Hub; made if it is not there")],
-    private: Annotated[bool, typer.Option(help="make it private")] = False,
+    private: Annotated[bool, typer.Option(help="make it private; a public one that is there is refused")] = False,
     message: Annotated[str, typer.Option(help="message of the commit")] = "Upload a model converted with hf_linattn",
     as_json: Json = False,
 ) -> None:
@@ -53,6 +53,11 @@ def push(
         api = HfApi()
         try:
             api.create_repo(repository, private=private, exist_ok=True)
+            if private and not api.model_info(repository).private:  # one that was there stays as it was
+                raise OptionError(
+                    f"--private: {repository!r} is there already, and public; make it private on the Hub, or give"
+                    " another name"
+                )
             commit = api.create_commit(repository, operations(api, folder, repository, named), commit_message=message)
         except (unreachable, OSError, RuntimeError) as error:  # the last: an upload broke off
             raise CheckpointError(f"repository={repository!r}: the Hub refused the upload: {error}") from error

@@ -22,7 +22,8 @@ from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_dif
 logger = logging.getLogger(__name__)
 
 RECIPE = "recipe"  # the record of the options the run was started with
-RESULTS = ("report.*", "evaluation*.json")  # what says how good the model of a run is, until another takes its place
+# what says how good the model of a run is, until another takes its place
+RESULTS = ("report.*", "evaluation*.json", "README.md", ".eval_results/hf_linattn.yaml")
 
 
 class RunDirectory:

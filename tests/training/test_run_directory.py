@@ -19,7 +19,10 @@ from hf_linattn.training.run_directory import RunDirectory
 from tests.models import make_model
 from tests.training.test_finetuning import REQUIRED, make_training
 
-OWN = ("stages/converted.json", "adapter/own.txt", "report.json", "report.md", "evaluation-language.json")
+OWN = (
+    "stages/converted.json", "adapter/own.txt", "report.json", "report.md", "evaluation-language.json", "README.md",
+    ".eval_results/hf_linattn.yaml",
+)  # fmt: skip
 OTHERS = ("notes.txt", "data/evaluation.json", "page.html")
 
 
