@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.atomic_io import is_writable, write_json
+from hf_linattn.cards import CARD_FILE
 from hf_linattn.config import require
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.json_files import read_object
 from hf_linattn.reading import one_line
+from hf_linattn.report.card import EVAL_RESULTS_FILE
 from hf_linattn.training.arguments import Arguments, FinetuningArguments
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
 from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_difference
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 RECIPE = "recipe"  # the record of the options the run was started with
 # what says how good the model of a run is, until another takes its place
-RESULTS = ("report.*", "evaluation*.json", "README.md", ".eval_results/hf_linattn.yaml")
+RESULTS = ("report.*", "evaluation*.json", CARD_FILE, EVAL_RESULTS_FILE)
 
 
 class RunDirectory:
