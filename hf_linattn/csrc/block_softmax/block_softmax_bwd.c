@@ -58,7 +58,7 @@ static void read_keys(void *work, const struct keys *met)
     prefetch_push(&s->met, d_value, w->batch, w->head, 0, met->at, met->count, p->value_size);
     if (!p->parts)
         prefetch_some(&s->met, PIECE);
-    /* whole tiles are read and added to where they lie; rows that are far apart displace each other */
+    /* whole tiles are added to where they lie */
     const int whole = met->count == PIECE && p->key_size == s->keys && p->value_size == s->values;
     struct met in_place = {s->key, s->value, d_keys, d_values, d_key->token, d_value->token};
     if (!whole)
@@ -66,14 +66,9 @@ static void read_keys(void *work, const struct keys *met)
     if (p->parts)
         meet_tiles(w, key, value, met, &in_place, &begun);
     else {
-        if (!whole || key->kind || key->token != s->keys)
-            pack(s->key, PIECE, key, w->batch, w->head, 0, met->at, met->count, p->key_size, s->keys);
-        else
-            in_place.key = row_f32(key, w->batch, w->head, 0, met->at);
-        if (!whole || value->kind || value->token != s->values)
-            pack(s->value, PIECE, value, w->batch, w->head, 0, met->at, met->count, p->value_size, s->values);
-        else
-            in_place.value = row_f32(value, w->batch, w->head, 0, met->at);
+        const struct span of = {w->batch, w->head, met->at, met->count};
+        find_rows(&s->pieces, key, value, &of, name_of(p, w->batch, w->head, met), p->key_size, p->value_size, s->keys,
+                  s->values, &in_place.key, &in_place.value, s->key, s->value);
         read_pairs(s, &in_place, &begun.seen, met->count, w->rows, begun.shown);
     }
     for (int64_t j = 0; j < met->count && !whole; j++) {

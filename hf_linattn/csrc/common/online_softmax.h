@@ -10,8 +10,8 @@
 
 #include <math.h>
 
-/* Pieces of keys and values in tiles, and the memory for the last ones: blocks of queries that follow each other meet
- * nearly the same.
+/* Pieces of keys and values, in tiles or in rows of float32 close together, and the memory for the last ones: blocks
+ * of queries that follow each other meet nearly the same.
  */
 
 #define PIECE 64            /* queries, and keys, that are multiplied at a time */
@@ -19,7 +19,7 @@
 #define MOST_PIECES 16      /* that are kept, */
 #define KEPT_NUMBERS 200000 /* in so much memory for numbers of float32, which the second cache holds */
 
-/* The rows of keys and of values, and what lies turned: forward the values, back the keys. */
+/* The rows of keys and of values, and in tiles what lies turned: forward the values, back the keys. */
 struct piece {
     struct tiles key, value, turned;
 };
@@ -31,15 +31,19 @@ struct pieces {
     int64_t count, key_size, value_size, turned_size, parts;
 };
 
+/* What PIECE rows of so many numbers take. */
+static inline int64_t kept_floats(const struct pieces *p, int64_t numbers)
+{
+    return p->parts ? packed_floats(PIECE * numbers, p->parts) : PIECE * numbers;
+}
+
 /* Comes first in a thread's memory, of which `run_tasks` clears the beginning; a size of zero is for what none has. */
 static inline int64_t arrange_pieces(struct pieces *p, int64_t key_size, int64_t value_size, int64_t turned_size,
                                      int64_t parts, float *memory)
 {
     *p = (struct pieces){.key_size = round_up(key_size, BLOCK), .value_size = round_up(value_size, BLOCK),
                          .turned_size = turned_size, .parts = parts};
-    if (!parts)
-        return 0;
-    const int64_t room = packed_floats(PIECE * (p->key_size + p->value_size + p->turned_size), parts);
+    const int64_t room = kept_floats(p, p->key_size + p->value_size + p->turned_size);
     int64_t used = 0;
     p->count = max_i64(1, min_i64(MOST_PIECES, KEPT_NUMBERS / room));
     p->names = arena_alloc(memory, &used, 2 * MOST_PIECES);
@@ -65,11 +69,11 @@ static inline struct rows rows_for_tiles(const struct pieces *p, const tensor_vi
     return (struct rows){spare, padded, FLOAT32};
 }
 
-/* Find the piece of that name; returns whether it is there, or has yet to be put into its tiles. What has no name, but
- * zero, is never found again. */
+/* Find the piece of that name; returns whether it is there, or has yet to be put in. What has no name, but zero, is
+ * never found again. */
 static inline int find_piece(struct pieces *p, int64_t name, struct piece *found)
 {
-    const int64_t parts = p->parts, sizes = p->key_size + p->value_size + p->turned_size;
+    const int64_t parts = p->parts, room = kept_floats(p, p->key_size + p->value_size + p->turned_size);
     int64_t place = 0;
     while (place < p->count && (!name || p->names[place] != name))
         place++;
@@ -79,12 +83,41 @@ static inline int find_piece(struct pieces *p, int64_t name, struct piece *found
         *p->next = (place + 1) % p->count;
         p->names[place] = name;
     }
-    float *key = p->memory + place * packed_floats(PIECE * sizes, parts);
-    float *value = key + packed_floats(PIECE * p->key_size, parts),
-        *turned = value + packed_floats(PIECE * p->value_size, parts);
+    float *key = p->memory + place * room;
+    float *value = key + kept_floats(p, p->key_size), *turned = value + kept_floats(p, p->value_size);
     *found = (struct piece){tiles_at(key, PIECE, p->key_size, parts), tiles_at(value, PIECE, p->value_size, parts),
                             tiles_at(turned, p->turned_size, PIECE, parts)};
     return there;
+}
+
+/* Whether PIECE rows of float32, `padded` numbers wide, can be read where they lie. Rows that are far apart displace
+ * each other in a cache. */
+static inline int is_dense(const tensor_view *x, int64_t count, int64_t padded)
+{
+    return count == PIECE && x->kind == FLOAT32 && x->token == padded;
+}
+
+/* Point to the rows of a head's keys and values in float32, `keys` and `values` numbers wide: where they lie, or copied,
+ * with zeros up to PIECE rows. Those of one name are copied once, those without one into `spare_key` and
+ * `spare_value`. */
+static inline void find_rows(struct pieces *p, const tensor_view *key, const tensor_view *value, const struct span *of,
+                             int64_t name, int64_t key_size, int64_t value_size, int64_t keys, int64_t values,
+                             const float **key_rows, const float **value_rows, float *spare_key, float *spare_value)
+{
+    const int key_lies = is_dense(key, of->count, keys), value_lies = is_dense(value, of->count, values);
+    int there = 0;
+    if (name && !(key_lies && value_lies)) {
+        struct piece piece;
+        there = find_piece(p, name, &piece);
+        spare_key = (float *)piece.key.data;
+        spare_value = (float *)piece.value.data;
+    }
+    *key_rows = key_lies ? row_f32(key, of->batch, of->head, 0, of->at) : spare_key;
+    *value_rows = value_lies ? row_f32(value, of->batch, of->head, 0, of->at) : spare_value;
+    if (!key_lies && !there)
+        pack(spare_key, PIECE, key, of->batch, of->head, 0, of->at, of->count, key_size, keys);
+    if (!value_lies && !there)
+        pack(spare_value, PIECE, value, of->batch, of->head, 0, of->at, of->count, value_size, values);
 }
 
 #define GROUPS (PIECE / LANES) /* of queries */
@@ -112,7 +145,7 @@ static inline int64_t workspace_init(struct workspace *s, int64_t key_size, int6
     s->keys = round_up(key_size, TILE_COLUMNS);
     s->values = round_up(value_size, TILE_COLUMNS);
     s->next.count = 0;
-    int64_t used = arrange_pieces(&s->pieces, key_size, 0, s->values, parts, memory);
+    int64_t used = arrange_pieces(&s->pieces, key_size, parts ? 0 : value_size, parts ? s->values : 0, parts, memory);
     s->query = arena_alloc(memory, &used, PIECE * s->keys);
     s->rows = arena_alloc(memory, &used, PIECE * s->keys);
     s->value = arena_alloc(memory, &used, PIECE * s->values);
@@ -348,17 +381,16 @@ static inline void weigh(struct workspace *s, int64_t start, int64_t end, enum s
 }
 
 /* Take in keys, in whole tiles, and their values before `end`, with the bias that `show` left. */
-static void read_piece(struct workspace *s, const struct seen *seen, struct rows keys, struct rows values, int64_t end,
+static void read_piece(struct workspace *s, const struct seen *seen, const float *key, const float *value, int64_t end,
                        enum shown shown)
 {
-    const float *value = values.data;
-    make_scores(s->scores, seen, keys.data, keys.row, s->query, s->key_size, 0);
+    make_scores(s->scores, seen, key, s->keys, s->query, s->key_size, 0);
     weigh(s, seen->start, seen->end, shown);
     for (int64_t i = 0; i < PIECE; i += TILE_ROWS) {
         const int64_t first = seen->first[i / LANES], last = min_i64(seen->last[i / LANES], end);
         for (int64_t column = 0; first < last && column < s->values; column += TILE_COLUMNS)
             add_tile(s->out + i * s->values + column, s->values, s->scores + first * PIECE + i, 1, PIECE,
-                     value + first * values.row + column, values.row, last - first);
+                     value + first * s->values + column, s->values, last - first);
     }
 }
 
@@ -428,15 +460,8 @@ static inline void read_span(struct workspace *s, const struct seen *seen, const
         read_tiles(s, seen, &piece, shown, bias);
         return;
     }
-    struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
-    if (of->count == PIECE && key->kind == FLOAT32)
-        keys = (struct rows){row_ptr(key, of->batch, of->head, 0, of->at), key->token, FLOAT32};
-    else
-        pack(s->rows, PIECE, key, of->batch, of->head, 0, of->at, of->count, s->key_size, s->keys);
-    /* rows that are far apart displace each other */
-    if (s->value_size == s->values && value->kind == FLOAT32 && value->token == s->values)
-        values = (struct rows){row_ptr(value, of->batch, of->head, 0, of->at), value->token, FLOAT32};
-    else
-        pack(s->value, of->count, value, of->batch, of->head, 0, of->at, of->count, s->value_size, s->values);
+    const float *keys, *values;
+    find_rows(&s->pieces, key, value, of, name, s->key_size, s->value_size, s->keys, s->values, &keys, &values, s->rows,
+              s->value);
     read_piece(s, seen, keys, values, of->count, shown);
 }

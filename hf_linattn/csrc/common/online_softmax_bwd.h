@@ -40,7 +40,7 @@ static int64_t arrange_pairs(struct pairs *w, int64_t key_size, int64_t value_si
     w->met.count = w->next.count = 0;
     w->keys = round_up(key_size, TILE_COLUMNS);
     w->values = round_up(value_size, TILE_COLUMNS);
-    int64_t used = arrange_pieces(&w->pieces, key_size, value_size, w->keys, parts, memory);
+    int64_t used = arrange_pieces(&w->pieces, key_size, value_size, parts ? w->keys : 0, parts, memory);
     float **of_keys[] = {&w->query, &w->turned_query, &w->d_query, &w->key, &w->d_key};
     float **of_values[] = {&w->grad, &w->turned_grad, &w->value, &w->d_value};
     for (int part = 0; part < 5; part++)

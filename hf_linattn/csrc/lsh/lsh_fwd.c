@@ -44,15 +44,15 @@ static void begin(struct work *w)
 /* Take in the keys and values that have been copied together. */
 static void read_rows(struct workspace *s, int64_t count)
 {
-    const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
     const struct seen seen = find_seen(s->bias, SOME);
-    struct piece piece;
     if (seen.start >= seen.end)
         return;
     if (!s->buffers.parts) {
-        read_piece(s, &seen, keys, values, count, SOME);
+        read_piece(s, &seen, s->rows, s->value, count, SOME);
         return;
     }
+    const struct rows keys = {s->rows, s->keys, FLOAT32}, values = {s->value, s->values, FLOAT32};
+    struct piece piece;
     find_piece(&s->pieces, 0, &piece);
     put_piece(s, &piece, keys, values);
     read_tiles(s, &seen, &piece, SOME, 0.0f);
