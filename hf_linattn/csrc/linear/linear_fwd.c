@@ -45,6 +45,7 @@ static void read_chunk(struct chunk_space *s, const struct linear_args *p, int64
     const int64_t next = last ? at + s->chunk : at;
     prefetch_push(&s->next, &p->query, batch, head, last ? 0 : group + 1, next, min_i64(s->chunk, p->length - next),
                p->input_size);
+    prefetch_push(&s->next, &p->sums, batch, head, group, at, large ? 0 : count, p->value_size);
     gemm(s, s->out, s->values, &s->query, &s->state, s->chunk, s->values, p->key_size, 0);
     for (int64_t i = 0; i < s->chunk && scaled; i++)
         for (int64_t column = 0; column < s->values; column++)
@@ -137,6 +138,8 @@ static void read_sequence(struct chunk_space *s, const struct linear_args *p, in
 static int64_t forward_init(struct chunk_space *s, struct matrix *key, const struct linear_args *p, float *memory)
 {
     int64_t used = chunk_space_init(s, p, memory);
+    if (p->bidirectional) /* one product for each chunk: all of the next one is asked for beside it */
+        s->fetched = max_i64(ROWS_AHEAD, SLAB * TILE_COLUMNS / s->values);
     *key = matrix_alloc(memory, &used, s->chunk, s->keys, p->parts, KEEP_NONE);
     s->key = key;
     return used;
