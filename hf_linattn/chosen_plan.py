@@ -145,7 +145,17 @@ class ChosenPlan(list[dict[str, Any]]):
                 raise CheckpointError(
                     f"plan: the field {name!r} must be {expected}, got {given!r}; give what ChosenPlan.to_json wrote"
                 )
-        return cls(document["plan"], PlanRecord(**{name: document[name] for name in names}))
+        read = cls(document["plan"], PlanRecord(**{name: document[name] for name in names}))
+        try:
+            agrees = cls.of(read.record) == read
+        except (TypeError, ValueError):  # no pairs in `kept`, no mapping in `replace`
+            agrees = False
+        if not agrees:
+            raise CheckpointError(
+                "plan: the fields 'kept', 'heads', 'replace' and 'sharing' do not come to the entries in 'plan', so"
+                " something was changed by hand; give the entries alone, as a list, or what ChosenPlan.to_json wrote"
+            )
+        return read
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_json` to a file, whole or not at all."""

@@ -67,10 +67,11 @@ def measured_sentence(measured: Measured) -> str:
 def in_bytes(count: int) -> str:
     """Return a number of bytes in units of 1,000.
 
-    >>> in_bytes(512), in_bytes(1_234_567), in_bytes(188_000_000)
-    ('512 B', '1.2 MB', '188 MB')
+    >>> in_bytes(512), in_bytes(1_234_567), in_bytes(188_000_000), in_bytes(999_600)
+    ('512 B', '1.2 MB', '188 MB', '1.0 MB')
     """
-    power = next((power for power in range(len(UNITS) - 1, 0, -1) if count >= 1000**power), 0)
+    # 999.5 of a unit are rounded to 1,000, which is 1.0 of the next
+    power = next((power for power in range(len(UNITS) - 1, 0, -1) if count >= 0.9995 * 1000**power), 0)
     value = count / 1000**power
     return f"{value:.1f} {UNITS[power]}" if power and value < 9.95 else f"{value:.0f} {UNITS[power]}"
 

@@ -84,6 +84,9 @@ def compare(
         check_calibration_tokens(calibrate or (), calibration_tokens)
         check_apart(text, calibrate or ())
         plans = {name: read_attention(name) for name in attention}
+        if len(plans) < len(attention):
+            twice = next(name for name in plans if attention.count(name) > 1)
+            raise OptionError(f"attention: {twice!r} is given twice, and a table has one row of each; leave one out")
         fitted = tuple(read_texts(calibrate or (), "calibrate"))
         options = ComparisonOptions(
             tuple(numbers("lengths", lengths)), max_length, num_windows, fitted, calibration_tokens, batch_size,

@@ -254,6 +254,14 @@ def bytes_of_weights(model: PreTrainedModel) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
 
 
+def files_of_weights(model: PreTrainedModel, max_shard_size: str) -> int:
+    """Return how many files the weights are saved in."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(model.state_dict(), max_shard_size=max_shard_size)
+    return len(split.filename_to_tensors)
+
+
 def patches_of(model: PreTrainedModel) -> dict[str, PatchConfig]:
     """Return the patch of the whole model."""
     from .. import get_patch_config
@@ -271,7 +279,8 @@ def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, bes
         "converted_layers": len(config.converted), "parameters": sum(x.numel() for x in model.parameters()),
         "attention": [{"attention": what, "layers": where} for what, where in layers_in_words(conversion.patches)],
         "state": state and dict(zip(("patched", "original", "length"), state, strict=True)),
-        "weight_bytes": bytes_of_weights(model), "processors": beside, "written": not wanted.dry_run,
+        "weight_bytes": bytes_of_weights(model), "weight_files": files_of_weights(model, wanted.max_shard_size),
+        "processors": beside, "written": not wanted.dry_run,
     }  # fmt: skip
     if wanted.max_positions is not None:
         document["max_positions"] = wanted.max_positions

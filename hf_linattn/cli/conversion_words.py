@@ -50,7 +50,8 @@ def words(
         )  # fmt: skip
     done = f"{document['converted_layers']} of {document['layers']} attention layers converted"
     if not document["written"]:
-        weights = f"model.safetensors ({in_bytes(document['weight_bytes'])})"
+        size, count = in_bytes(document["weight_bytes"]), document["weight_files"]
+        weights = f"model.safetensors ({size})" if count == 1 else f"{count} files model-*.safetensors ({size})"
         plan = ["plan.json", "plan.png"] if "kept" in document else []
         files = ", ".join([weights, *CONFIGS, *document["processors"], *plan])
         return [*said, f"{done}; to be written to {output}: {files}", "nothing was written (--dry-run)"]

@@ -65,16 +65,19 @@ Lengths = Annotated[
 ]
 # kind of evaluation -> how errors call it
 KINDS = {
-    "perplexity": "perplexity", "suite": "suites (--suite)", "classifier": "classifiers",
-    "embeddings": "embedding models",
+    "perplexity": "perplexity", "classifier": "classifiers", "embeddings": "embedding models",
+    "suite": "suites (--suite)", "language": "--suite language", "recall": "--suite recall", "tasks": "--suite tasks",
 }  # fmt: skip
 ROW_SCORES = {"classifier": classifier_scores, "embeddings": embedding_scores}
 # options of some kinds alone; all others are of every kind
 OPTIONS_OF = {
-    **dict.fromkeys(
-        ("control", "task_dir", "task_files", "tasks", "limit", "long_prompts", "generated", "num_windows", "recall",
-         "lengths", "samples", "seed", "output"), ("suite",)
-    ),
+    **dict.fromkeys(("control", "output"), ("suite",)),
+    **dict.fromkeys(("recall", "lengths", "samples"), ("recall",)),
+    **dict.fromkeys(("task_dir", "task_files", "tasks", "limit", "long_prompts", "generated"), ("tasks",)),
+    **dict.fromkeys(("files", "text_column"), ("perplexity", "classifier", "embeddings", "language", "recall")),
+    "max_length": ("perplexity", "classifier", "embeddings", "language"),
+    "num_windows": ("language",),
+    "seed": ("recall", "tasks"),
     **dict.fromkeys(("text_pair_column", "document_window", "document_stride"), ("classifier", "embeddings")),
     **dict.fromkeys(("label_column", "metrics"), ("classifier",)),
     "original": ("suite", "embeddings"),
@@ -120,8 +123,8 @@ def evaluate(
     read = RowOptions(*columns, names(metrics), document_window, document_stride, original)
     with exit_on_error():
         check_places(model, files or ())
-        kind = kind_of(model, suite)
-        check_options(context, kind)
+        kind, *suites = kinds_of(model, suite)
+        check_options(context, kind, suites)
         texts = [] if kind in ROW_SCORES else read_texts(files or (), column=text_column)
         if kind in ROW_SCORES:
             document, *shown = ROW_SCORES[kind](model, files or [], max_length, batch_size, dtype, read)
@@ -152,25 +155,29 @@ def check_places(model: str, files: Sequence[Path]) -> None:
         require_file("files", file)
 
 
-def kind_of(model: str, suite: str | None) -> str:
-    """Return the kind of an evaluation: that of the model, unless a suite is asked for."""
+def kinds_of(model: str, suite: str | None) -> list[str]:
+    """Return the kind of an evaluation: that of the model, or that of suites and behind it which are asked for."""
     from ..sentence_models import is_sentence_model
 
     if suite is not None:
-        return "suite"
+        from ..evaluation.suite import suite_names
+
+        return ["suite", *suite_names(suite)]
     if is_sentence_model("model", model):
-        return "embeddings"
-    return "classifier" if is_classifier(model) else "perplexity"
+        return ["embeddings"]
+    return ["classifier" if is_classifier(model) else "perplexity"]
 
 
-def check_options(context: typer.Context, kind: str) -> None:
-    """Raise `OptionError` where the command line has an option of other kinds of evaluation."""
-    for name, kinds in OPTIONS_OF.items():
-        source = context.get_parameter_source(name)
-        if kind not in kinds and source is not None and source.name == "COMMANDLINE":
-            theirs = " and ".join(KINDS[one] for one in kinds)
-            given = f"{name}={str(context.params[name])!r}"
-            raise OptionError(f"{given} is an option of {theirs}, not of {KINDS[kind]}; leave it out")
+def check_options(context: typer.Context, kind: str, suites: Sequence[str]) -> None:
+    """Raise `OptionError` where the command line has an option of other kinds of evaluation, or of other suites."""
+    own = KINDS[suites[0] if len(suites) == 1 else kind]
+    for name, theirs in OPTIONS_OF.items():
+        source, value = context.get_parameter_source(name), context.params[name]
+        if {kind, *suites}.isdisjoint(theirs) and source is not None and source.name == "COMMANDLINE":
+            given = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            *others, last = (KINDS[one] for one in theirs)
+            known = f"{', '.join(others)} and {last}" if others else last
+            raise OptionError(f"{name}={given!r} is an option of {known}, not of {own}; leave it out")
 
 
 def suite_options(**given: Any) -> SuiteOptions:

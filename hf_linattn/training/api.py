@@ -14,7 +14,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.plan import Plan, plan_as_data
 from hf_linattn.report import Report
 from hf_linattn.sentence_models import is_sentence_model
-from hf_linattn.training.arguments import DISTILLATION, FINETUNING, known_options, parse_arguments
+from hf_linattn.training.arguments import DISTILLATION, FINETUNING, Arguments, known_options, parse_arguments
 from hf_linattn.training.arguments.flags import flags_of
 from hf_linattn.training.data import IN_MEMORY
 from hf_linattn.training.pipeline import carry_out
@@ -145,7 +145,8 @@ class Recipe:
         named = {"model_name_or_path": name_of(model), "output_dir": path_of("output_dir", output_dir, FOLDER)}
         named |= converted | options
         self._flags = flags_of(named, *known_options(self.kinds))
-        self.arguments = parse_arguments(self._flags, self.kinds)
+        self._plan = plan
+        self.arguments = self._parsed()
         given = {"train": train_dataset, "validation": eval_dataset, "test": test_dataset}
         for (split, dataset), argument in zip(given.items(), IN_MEMORY.values(), strict=True):
             check_in_memory(argument, split, dataset)
@@ -163,8 +164,13 @@ class Recipe:
         """
         return carry_out(self._prepared())
 
+    def _parsed(self) -> Arguments:
+        arguments = parse_arguments(self._flags, self.kinds)
+        arguments.model.keep_record(self._plan)
+        return arguments
+
     def _prepared(self) -> TrainingRun:
-        arguments = parse_arguments(self._flags, self.kinds)  # a run settles those that were left open
+        arguments = self._parsed()  # a run settles those that were left open
         return prepare(arguments, f"{__package__}.{type(self).__name__}", self._flags, self._datasets)
 
 

@@ -209,6 +209,7 @@ def test_time_is_up_in_the_middle_of_python_and_ctrl_c_is_what_it_was(ctrl_c_int
 
 REFUSED = {
     ("perfomer",): "did you mean performer",
+    ("local", "linear", "local"): "attention: 'local' is given twice",
     ("missing.json",): "plan='missing.json' cannot be read",
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
     ("linear", "--max-length", "65"): "max_length must be 2 to 64, the positions of the model, got 65",

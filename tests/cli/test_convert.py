@@ -83,6 +83,15 @@ def test_a_dry_run_announces_what_is_written_then_and_writes_nothing(original, t
     assert announced["state"]["patched"] < announced["state"]["original"] and announced["state"]["length"] == 40
 
 
+def test_a_dry_run_announces_as_many_files_of_weights_as_are_written(original, tmp_path):
+    size = os.path.getsize(original / "model.safetensors")
+    arguments = "convert", original, tmp_path / "out", "--mechanism", "linear", "--max-shard-size", f"{size // 3000}KB"
+    announced, shown = json.loads(answer(*arguments, "--dry-run", "--json")), answer(*arguments, "--dry-run")
+    answer(*arguments)
+    written = len(list((tmp_path / "out").glob("model-*.safetensors")))
+    assert written == announced["weight_files"] > 1 and f"{written} files model-*.safetensors (" in shown
+
+
 def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_path):
     text = original.parent / "text.txt"
     shown = answer(

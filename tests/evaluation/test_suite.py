@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -335,6 +336,24 @@ def test_lengths_fit_the_positions_by_default(spelling, task_dir, tmp_path):
     assert min(tasks[True]) > 256 > max(tasks[False])
 
 
+@pytest.mark.parametrize(
+    ("suite", "flags", "message"),
+    [
+        ("recall", ("--max-length", 64), "max_length='64' is an option of perplexity, classifiers, embedding"),
+        ("recall", ("--limit", 3), "limit='3' is an option of --suite tasks, not of --suite recall"),
+        ("language", ("--samples", 3), "samples='3' is an option of --suite recall, not of --suite language"),
+        ("language", ("--seed", 3), "seed='3' is an option of --suite recall and --suite tasks, not of"),
+        ("tasks", (__file__,), f"files='{__file__}' is an option of .* and --suite recall, not of --suite tasks"),
+        ("all", ("--stride", 3), "stride='3' is an option of perplexity, not of suites"),
+    ],
+)
+def test_an_option_of_another_suite_is_refused(suite, flags, message, folders, tmp_path):
+    output = tmp_path / "found.json"
+    shown = run(folders["converted"], *flags, "--suite", suite, "--output", output, code=1)
+    assert re.search(message.replace("(", r"\("), shown) and not output.exists()
+    assert OPTIONS_OF.keys() <= inspect.signature(evaluate).parameters.keys()
+
+
 def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task_dir, tmp_path):
     output = tmp_path / "found.json"
     flags = "--suite", "tasks", "--task_dir", task_dir, "--task_files", TASK_FILES, "--output", output
@@ -349,12 +368,11 @@ def test_what_cannot_be_compared_is_refused_and_nothing_is_written(folders, task
     assert "unknown suite 'memory'" in run(model, "--suite", "memory", "--output", output, code=1)
     assert "unknown task 'pica'; did you mean piqa?" in run(model, *flags, "--tasks", "pica", code=1)
     assert "texts must be text files" in run(model, "--suite", "language", "--output", output, code=1)
-    assert "stride='4' is an option of perplexity, not of suites" in run(model, *flags, "--stride", 4, code=1)
+    assert "stride='4' is an option of perplexity, not of --suite tasks" in run(model, *flags, "--stride", 4, code=1)
     assert "metrics='f1' is an option of classifiers, not" in run(model, *flags, "--metrics", "f1", code=1)
-    assert OPTIONS_OF.keys() <= inspect.signature(evaluate).parameters.keys()
     assert "output must be the path of a file" in run("absent", *flags, "--output", tmp_path, code=1)
     for option, flag in (("num_windows", "--num-windows"), ("limit", "--limit")):
-        assert f"{option} must be an integer >= 0, got -1" in run(model, *flags, flag, -1, code=1)
+        assert f"{option} must be an integer >= 0, got -1" in run(model, *flags, "--suite", "all", flag, -1, code=1)
     assert "unknown dtype 'float8'; did you mean float" in run(model, *flags, "--dtype", "float8", code=1)
     assert "files is empty; give at least one text file" in run(model, code=1)
     assert not output.exists()

@@ -104,6 +104,8 @@ def test_a_plan_decodes_where_layers_share_keys(name, unit, heads):
         (saved_with(plan={"linear": "0-1"}), "the field 'plan' must be a list of entries, got {'linear': '0-1'}"),
         (saved_with(plan=["linear"]), "the field 'plan' must be a list of entries"),
         (saved_with(heads=None), "the field 'heads' must be a list, got None"),
+        (saved_with(kept=[[0, 0]]), "do not come to the entries in 'plan', so something was changed by hand"),
+        (saved_with(kept=[1]), "do not come to the entries in 'plan'"),
     ],
 )
 def test_what_is_no_saved_plan_is_refused(text, message, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 from datasets import Dataset, load_dataset
 
 import hf_linattn
-from hf_linattn.errors import DataError, OptionError
+from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
+from hf_linattn.errors import DataError, OptionError, PatchError
 from hf_linattn.mechanisms.performer import PerformerConfig
 from hf_linattn.training import Align, Calibrate, Distill, Distillation, Finetuning, Lengthen
 from hf_linattn.training.arguments import DISTILLATION, parse_arguments
@@ -39,6 +40,22 @@ def test_the_api_does_what_the_command_line_does(material, tmp_path):
     api, cli = weights(tmp_path / "api"), weights(tmp_path / "cli")
     assert api.keys() == cli.keys() and all((api[name] == cli[name]).all() for name in api)
     assert distillation.run() == report, "done already"
+
+
+@pytest.mark.parametrize("given", ["a file", "from Python"])
+def test_a_plan_that_was_chosen_for_another_model_is_refused(given, material, tmp_path):
+    rows = load_dataset("json", data_files=material["train_file"])["train"]
+    scores, local = [[0.0, 1.0], [0.0]], {"mechanism": "local"}
+    record = PlanRecord("LlamaForCausalLM", [2, 1], "head", [[0, 1]], local, scores, "slope", "")
+    plan, message = ChosenPlan.of(record), "chosen for LlamaForCausalLM with 2 layers of 1 to 2 key/value heads"
+    if given == "a file":
+        file = str(plan.save(tmp_path / "plan.json"))
+        with pytest.raises(PatchError, match=message):
+            run(flags(material, tmp_path / "run", mechanism=None, mechanism_options=None, plan=file))
+    else:
+        with pytest.raises(PatchError, match=message):
+            Distillation(material["model_name_or_path"], plan, rows, [Distill(8192)], tmp_path / "run").run()
+    assert not (tmp_path / "run").exists()
 
 
 def test_fine_tuning_from_python_is_the_recipe(material, tmp_path):

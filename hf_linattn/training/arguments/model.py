@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.chosen_plan import PLAN_SUFFIX, read_plan_file
+from hf_linattn.chosen_plan import PLAN_SUFFIX, ChosenPlan, read_plan_file
 from hf_linattn.config import json_object, require, require_count
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.plan import read_plan
@@ -89,6 +89,7 @@ class ModelArguments:
         for name, read in {"mechanism_options": json_object, "plan": given_plan}.items():
             given = getattr(self, name)
             setattr(self, name, None if given is None else read(name, given))
+        self.keep_record(self.plan)
         require_count("chunk_feed_forward", self.chunk_feed_forward, optional=True)
         require_count("max_positions", self.max_positions, optional=True)
         require("softmax_share", self.softmax_share, 0 <= self.softmax_share < 1, "at least 0 and below 1")
@@ -108,12 +109,18 @@ class ModelArguments:
                 " for example --mechanism performer, or a --row of a board"
             )
 
+    def keep_record(self, plan: Any) -> None:
+        """Have a plan that is a `ChosenPlan` checked against the model; as an option it is a list of its entries."""
+        self._chosen = plan if isinstance(plan, ChosenPlan) else None  # no field: options are copied and saved as data
+        self.plan = self.plan if self._chosen is None else list(self._chosen)
+
     def patch_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for `hf_linattn.patch_model`."""
         options: Any = self.mechanism_options or {}
         layers = None if self.layers == AUTO else self.layers
-        chosen = {"mechanism": self.plan or self.mechanism, "layers": layers}
-        return {**chosen, "chunk_feed_forward": self.chunk_feed_forward, **options}
+        plan = self._chosen if self._chosen == self.plan else self.plan  # a run settles those that were left open
+        named = {"mechanism": plan or self.mechanism, "layers": layers}
+        return {**named, "chunk_feed_forward": self.chunk_feed_forward, **options}
 
 
 def given_plan(name: str, value: Any) -> Any:
@@ -121,4 +128,4 @@ def given_plan(name: str, value: Any) -> Any:
     if not (isinstance(value, str) and value.endswith(PLAN_SUFFIX)):
         return read_plan(name, value)
     found: Any = read_plan_file(Path(value), "JSON")
-    return dict(found) if isinstance(found, dict) else list(found)
+    return dict(found) if isinstance(found, dict) else found
