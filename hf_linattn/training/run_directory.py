@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
@@ -62,7 +63,7 @@ class RunDirectory:
             raise CheckpointError(
                 f"resume_from_checkpoint: {str(self.path)!r} holds no run of this recipe; leave it out"
             )
-        content = sorted(entry.name for entry in self.path.iterdir()) if self.path.is_dir() else []
+        content = sorted(filter(self._is_content, os.listdir(self.path))) if self.path.is_dir() else []
         if content:
             raise OptionError(
                 f"output_dir={str(self.path)!r} holds {', '.join(content[:3])} but no run that could be continued;"
@@ -102,12 +103,20 @@ class RunDirectory:
         write_json(self._file(name), result)
 
     def once(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the result of a stage that one process computes while the others wait; recorded, so done once."""
+        """Return the result of a stage that one process computes while the others wait; recorded, so done once.
+
+        Raises:
+            CheckpointError: the main process has left no record: it failed, or wrote to a folder of another machine.
+        """
         with self.training.main_process_first(local=False):
-            result = self.finished(name)
-            if result is None:
+            if self.finished(name) is None and self.training.should_save:
                 self.record(name, compute())
-                result = self.finished(name) or {}
+            result = self.finished(name)
+        if result is None:
+            raise CheckpointError(
+                f"output_dir={str(self.path)!r} has no record of the stage {name}: the main process failed in it, or"
+                " wrote to a folder of its own machine; give a folder that all machines share"
+            )
         return result
 
     def finish(self, name: str, result: Mapping[str, Any]) -> None:
@@ -161,6 +170,12 @@ class RunDirectory:
 
     def _file(self, name: str) -> Path:
         return self.file(name, ".json")
+
+    def _is_content(self, name: str) -> bool:
+        """Whether an entry of the folder is more than what a run leaves that was killed in its first write."""
+        folder = self.path / name
+        begun = name == STAGES and folder.is_dir()
+        return not (begun and all(file.startswith(".") for file in os.listdir(folder)))
 
     def _begin(self, options: Mapping[str, Any]) -> None:
         """Record the options of a run: the first file in the folder, which `check` may have taken for writable."""

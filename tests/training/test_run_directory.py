@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +48,26 @@ def test_of_a_folder_that_holds_no_run_nothing_is_deleted(tmp_path):
     write(tmp_path, *OWN, *OTHERS)
     RunDirectory(tmp_path, make_training(tmp_path)).open({"seed": 1}, overwrite=True)
     assert all((tmp_path / name).exists() for name in (*OWN, *OTHERS))
+
+
+def test_a_run_that_was_killed_in_its_first_write_is_begun_again(tmp_path):
+    write(tmp_path, "stages/.123.recipe.json")
+    directory = RunDirectory(tmp_path, make_training(tmp_path))
+    directory.open({"seed": 1})
+    assert directory.finished("recipe") == {"seed": 1}
+    write(tmp_path / "other", "stages/converted.json")
+    with pytest.raises(OptionError, match="holds stages but no run that could be continued"):
+        RunDirectory(tmp_path / "other", make_training(tmp_path / "other")).open({"seed": 1})
+
+
+def test_a_stage_without_a_record_of_the_main_process_stops_the_others(tmp_path):
+    """As where that process failed in it, or machines do not share the folder."""
+    directory = RunDirectory(tmp_path, make_training(tmp_path))
+    directory.training = SimpleNamespace(should_save=False, main_process_first=lambda local: nullcontext())
+    with pytest.raises(CheckpointError, match=r"has no record of the stage converted: .* that all machines share"):
+        directory.once("converted", Mock(side_effect=AssertionError("of the main process alone")))
+    write(tmp_path, "stages/converted.json")
+    assert directory.once("converted", dict) == {}
 
 
 @pytest.mark.parametrize("name", ["model_name_or_path", "tokenizer_name", "control_dir"])
