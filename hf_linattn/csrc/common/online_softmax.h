@@ -90,21 +90,22 @@ static inline int find_piece(struct pieces *p, int64_t name, struct piece *found
     return there;
 }
 
-/* Whether PIECE rows of float32, `padded` numbers wide, can be read where they lie. Rows that are far apart displace
- * each other in a cache. */
-static inline int is_dense(const tensor_view *x, int64_t count, int64_t padded)
+/* Whether rows can be read where they lie, all `padded` numbers of PIECE. Rows that are far apart displace each other
+ * in a cache. */
+static inline int is_dense(const tensor_view *x, int64_t count, int64_t size, int64_t padded)
 {
-    return count == PIECE && x->kind == FLOAT32 && x->token == padded;
+    return count == PIECE && x->kind == FLOAT32 && size == padded && x->token == padded;
 }
 
-/* Point to the rows of a head's keys and values in float32, `keys` and `values` numbers wide: where they lie, or copied,
- * with zeros up to PIECE rows. Those of one name are copied once, those without one into `spare_key` and
+/* Point to the rows of a head's keys and values in float32, `keys` and `values` numbers wide: where they lie, or
+ * copied, with zeros up to PIECE rows. Those of one name are copied once, those without one into `spare_key` and
  * `spare_value`. */
 static inline void find_rows(struct pieces *p, const tensor_view *key, const tensor_view *value, const struct span *of,
                              int64_t name, int64_t key_size, int64_t value_size, int64_t keys, int64_t values,
                              const float **key_rows, const float **value_rows, float *spare_key, float *spare_value)
 {
-    const int key_lies = is_dense(key, of->count, keys), value_lies = is_dense(value, of->count, values);
+    const int key_lies = is_dense(key, of->count, key_size, keys);
+    const int value_lies = is_dense(value, of->count, value_size, values);
     int there = 0;
     if (name && !(key_lies && value_lies)) {
         struct piece piece;
