@@ -30,10 +30,12 @@ from .saved_config import (
     MODEL_TYPE,
     MODULES,
     PARTS,
+    PREFIX,
     HfLinattnConfig,
     auto_classes,
     class_names,
     for_each_config_class,
+    own_name,
     read_config,
     read_patches,
     unmark_config,
@@ -51,8 +53,14 @@ NOT_QUANTISED = rf".*\.{MODEL_TYPE}"
 @for_each_config_class
 def register_model_classes(base: Any, made: Any) -> None:
     """Have the Auto classes that know `base` build patched models for its marked subclass `made`."""
+    known: dict[Any, list[Any]] = {}
     for auto_class, model_class in auto_classes(base):
-        auto_class.register(made, linearized_model_class(model_class, made), exist_ok=True)
+        known.setdefault(auto_class, []).append(linearized_model_class(model_class, made))
+    for auto_class, classes in known.items():
+        if len(classes) > 1:
+            for each in classes:  # the Auto class takes the one that `architectures` names
+                each.__name__ = PREFIX + each.__name__
+        auto_class.register(made, classes[0] if len(classes) == 1 else tuple(classes), exist_ok=True)
 
 
 def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
@@ -67,7 +75,7 @@ def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(name_or_path, **only(options, *WHERE, *CODE))
     saved_as = (class_names(config) or ["no class"])[0]
     for auto_class, model_class in auto_classes(type(config)):
-        if model_class.__name__ == saved_as:
+        if own_name(model_class) == saved_as:
             return auto_class.from_pretrained(name_or_path, **options)
     raise CheckpointError(
         f"{name_or_path!r} was saved as {saved_as} ({type(config).__name__}), which no Auto class of transformers"
@@ -133,7 +141,7 @@ def require_all_parts(base: type[PreTrainedModel], config: Any) -> None:
     """Refuse the text model alone of a checkpoint with other parts, which transformers makes of unconverted ones."""
     if base.config_class is config.sub_configs.get("text_config"):
         saved_as = class_names(config)
-        able = sorted({auto.__name__ for auto, made in auto_classes(type(config)) if made.__name__ in saved_as})
+        able = sorted({auto.__name__ for auto, made in auto_classes(type(config)) if own_name(made) in saved_as})
         raise CheckpointError(
             f"{config.name_or_path!r} was saved as {' or '.join(saved_as)}, and {base.__name__} is its text model"
             f" alone; load it as the class that it was saved as, with {' or '.join(able) or 'that class'}"

@@ -280,10 +280,16 @@ def linearized_config_class(base: Any) -> Any:
     return made
 
 
+def own_name(model_class: type[PreTrainedModel]) -> str:
+    """Return the name of a model class, or of the one that a class of patched models is made of."""
+    return model_class.__name__.removeprefix(PREFIX)
+
+
 def auto_classes(config_class: Any) -> Iterator[tuple[Any, type[PreTrainedModel]]]:
-    """Yield the Auto classes that know a config class, each with the model class that it has for it."""
+    """Yield the Auto classes that know a config class, each with a model class that it has for it, of DeiT two."""
     for auto_class in vars(modeling_auto).values():
         if isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass):
             mapping: Any = getattr(auto_class, "_model_mapping", None)
-            if mapping is not None and config_class in mapping and isinstance(mapping[config_class], type):
-                yield auto_class, mapping[config_class]
+            if mapping is not None and config_class in mapping:
+                known = mapping[config_class]
+                yield from ((auto_class, one) for one in (known if isinstance(known, tuple) else (known,)))

@@ -23,9 +23,12 @@ from transformers import (
 from hf_linattn import (
     get_mechanisms,
     get_patch_config,
+    is_patched,
     patch_model,
     unpatch_model,
 )
+from hf_linattn.hub import load_checkpoint
+from hf_linattn.support.tiny import tiny_config
 from tests.helpers import KINDS, OPTIONS, each_once, generate, logits_of, make_patched, make_tokenizer, make_tokens
 from tests.models import ARCHITECTURES, SPINE, VOCAB_SIZE, make_model
 from tests.test_marked import make_llava
@@ -199,6 +202,17 @@ def test_every_architecture_is_saved_and_loaded(tmp_path, name):
     model.save_pretrained(tmp_path)
     auto = AutoModelForCausalLM if ARCHITECTURES[name].causal else AutoModelForMaskedLM
     assert same_logits(auto.from_pretrained(tmp_path), model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"])
+def test_of_several_classes_for_a_config_the_one_that_was_saved_is_loaded(tmp_path, name):
+    model = patch_model(getattr(transformers, name)(tiny_config(transformers.DeiTConfig)).eval(), "linear")
+    model.save_pretrained(tmp_path)
+    pixels = torch.rand(1, 3, model.config.image_size, model.config.image_size)
+    for loaded in (transformers.AutoModelForImageClassification.from_pretrained(tmp_path), load_checkpoint(tmp_path)):
+        assert type(loaded) is type(model) and is_patched(loaded)
+        assert torch.equal(loaded(pixels).logits, model(pixels).logits)
 
 
 def test_plain_checkpoints_are_loaded_as_ever(tmp_path):

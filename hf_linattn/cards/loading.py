@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ..registry import MECHANISM_PACKAGE
-from ..saved_config import auto_classes, class_names
+from ..saved_config import auto_classes, class_names, own_name
 
 # Auto class that loads a model -> what the Hub calls its work; the first that fits is named
 PIPELINE_TAGS: dict[str, str] = {
@@ -64,7 +64,7 @@ def loader_of(config: Any) -> str:
     'AutoModelForMaskedLM'
     """
     name = (class_names(config) or [""])[0]
-    found = {auto.__name__ for auto, model_class in auto_classes(type(config)) if model_class.__name__ == name}
+    found = {auto.__name__ for auto, model_class in auto_classes(type(config)) if own_name(model_class) == name}
     return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from ..atomic_io import is_writable
 from ..config import given_as, require, require_known
 from ..errors import OptionError
+from ..json_files import read_object
 from ..plan import PatchConfig, name_or_plan
-from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, without_tokenizer
+from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, reading, without_tokenizer
 from .choosing import PlanRequest, choice, in_words, save_beside
 from .common import (
     DTYPES,
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from ..sentence_models import SentenceModel
 
 # the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
+# what the file of a processor that is no more than one part says -> the Auto class that reads it
+KINDS_OF_PROCESSORS = {
+    "feature_extractor_type": "AutoFeatureExtractor", "image_processor_type": "AutoImageProcessor",
+    "video_processor_type": "AutoVideoProcessor",
+}  # fmt: skip
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
 AS_SAVED = "auto"  # value of `dtype`
@@ -316,8 +322,6 @@ def processors(model: str, max_length: int | None = None, modules: SentenceModel
 
     max_length: tokens of the longest input; None: as the tokenizer says. modules: have the tokenizer already.
     """
-    from transformers import AutoProcessor
-
     found: dict[str, Any] = {}
     if modules is not None:
         found = {TOKENIZER_FILE: modules.tokenizer}
@@ -325,11 +329,22 @@ def processors(model: str, max_length: int | None = None, modules: SentenceModel
         if (tokenizer := find_tokenizer("model", model)) is not None:
             found[TOKENIZER_FILE] = tokenizer
         if file := next((file for file in PROCESSORS if is_there(model, file)), None):
-            found[file] = AutoProcessor.from_pretrained(model)
+            found[file] = read_processor(model, file, alone=not found)
     for tokenizer in map(tokenizer_of, found.values()):
         if max_length is not None and tokenizer is not None:
             tokenizer.model_max_length = max_length
     return found
+
+
+def read_processor(model: str, file: str, alone: bool) -> Any:
+    """Return what a file beside a model describes; alone: without a tokenizer, which `AutoProcessor` would invent."""
+    import transformers
+    from transformers.utils.hub import cached_file
+
+    with reading("model", model, f"save the model with a {file} that can be read"):
+        described = read_object(Path(cached_file(model, file) or file), "save it again")
+        kinds = [kind for key, kind in KINDS_OF_PROCESSORS.items() if alone and key in described]
+        return getattr(transformers, next(iter(kinds), "AutoProcessor")).from_pretrained(model)
 
 
 def tokenizer_of(processor: Any) -> Any | None:

@@ -85,13 +85,13 @@ def warn_without_tokenizer(folder: Path) -> None:
     """Warn of a model of text that is uploaded without a tokenizer; an adapter has that of its base."""
     from transformers import AutoConfig
 
-    from ..saved_config import auto_classes, class_names
+    from ..saved_config import auto_classes, class_names, own_name
 
     if read_adapter_config(folder) is not None:
         return
     with reading("folder", folder, GIVE_CONVERTED):
         config = AutoConfig.from_pretrained(folder)
-    made = [cls for _, cls in auto_classes(type(config)) if cls.__name__ in class_names(config)]
+    made = [cls for _, cls in auto_classes(type(config)) if own_name(cls) in class_names(config)]
     if any(cls.main_input_name == "input_ids" for cls in made) and not has_tokenizer(str(folder)):
         note(without_tokenizer("folder", str(folder)))
 

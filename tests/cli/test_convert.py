@@ -18,6 +18,8 @@ from transformers import (
     AutoProcessor,
     EsmConfig,
     ViTConfig,
+    Wav2Vec2Config,
+    Wav2Vec2FeatureExtractor,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -352,6 +354,16 @@ def test_a_model_without_a_tokenizer_goes_without(tmp_path):
     for kind in (ViTConfig, EsmConfig):  # Esm's tokenizer opens the vocabulary that it was not given
         tiny_config(kind).save_pretrained(tmp_path)
         assert processors(str(tmp_path)) == {}
+
+
+def test_of_a_model_that_hears_alone_no_tokenizer_is_made(tmp_path):
+    """As `AutoProcessor` makes one of nothing for Whisper, and fails in it for Wav2Vec2."""
+    for kind, extractor in ((WhisperConfig, WhisperFeatureExtractor()), (Wav2Vec2Config, Wav2Vec2FeatureExtractor())):
+        tiny_config(kind).save_pretrained(tmp_path)
+        extractor.save_pretrained(tmp_path)
+        found = processors(str(tmp_path))
+        assert list(found) == ["preprocessor_config.json"]
+        assert type(found["preprocessor_config.json"]) is type(extractor)
 
 
 def test_a_processor_goes_beside_the_converted_model(tmp_path):

@@ -89,7 +89,7 @@ def run(name: str, scenario: tuple[Any, ...], masked: bool, packed: bool, causal
         torch.manual_seed(seed)
         mechanism = MECHANISMS.get(name)(make_config(name, options), layer)
         shapes = ((heads, dim), (shared, dim), (shared, value_dim))
-        round_to = 16 if seed % 2 else 1  # heads may be the first columns of rows as wide as what the C reads at a time
+        round_to = 16 if seed % 2 else 1  # or heads are the first columns of rows as wide as the C reads them
         rows = [torch.randn(batch, length, count, -(-width // round_to) * round_to) for count, width in shapes]
         call = [x[..., :width].transpose(1, 2).requires_grad_() for x, (_, width) in zip(rows, shapes, strict=True)]
         mask = torch.rand(batch, length) > 0.3 if masked else None
