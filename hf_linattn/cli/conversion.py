@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from ..sentence_models import SentenceModel
 
 # the files that tell of a processor: the first is what transformers writes now, the others what it wrote before
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 # what the file of a processor that is no more than one part says -> the Auto class that reads it
 KINDS_OF_PROCESSORS = {
     "feature_extractor_type": "AutoFeatureExtractor", "image_processor_type": "AutoImageProcessor",
     "video_processor_type": "AutoVideoProcessor",
 }  # fmt: skip
-PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CAUSAL = "AutoModelForCausalLM"
 AS_SAVED = "auto"  # value of `dtype`
 LENGTH = 2048  # tokens after which the decoding state is measured
