@@ -110,8 +110,11 @@ def carry_out(run: TrainingRun, console: Console | None = None) -> Report:
         console.print("nothing was written; without --dry_run the run begins", soft_wrap=True)
         raise SystemExit(0)
     resume = training.resume_from_checkpoint is not None
-    run.directory.open(run.options, recipe.overwrite_output_dir, resume)
-    report = run_recipe(run)
+    try:
+        run.directory.open(run.options, recipe.overwrite_output_dir, resume)
+        report = run_recipe(run)
+    finally:
+        run.directory.close()
     if training.should_log:
         console.print(four_model_table(report))
         console.print(stage_table(report))

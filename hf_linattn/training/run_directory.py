@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from hf_linattn.atomic_io import is_writable, write_json
 from hf_linattn.cards import CARD_FILE
 from hf_linattn.config import require
@@ -25,6 +27,8 @@ from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_dif
 logger = logging.getLogger(__name__)
 
 RECIPE = "recipe"  # the record of the options the run was started with
+LOCK = ".lock"  # of the process that writes to the folder; kept, as deleting a lock would let two have it
+LOCK_SECONDS = 10.0  # after a run was killed its loaders live on, and hold what it held, for five
 # what says how good the model of a run is, until another takes its place
 RESULTS = ("report.*", "evaluation*.json", CARD_FILE, EVAL_RESULTS_FILE)
 
@@ -39,6 +43,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, training: FinetuningArguments):
         self.path = Path(path)
         self.training = training
+        self.lock = FileLock(self.file("", "") / LOCK, timeout=LOCK_SECONDS)
 
     def check_apart(self, arguments: Arguments) -> None:
         """Raise `OptionError` if a run here would write over the model, the tokenizer or the control that it reads."""
@@ -73,23 +78,31 @@ class RunDirectory:
     def open(self, options: Mapping[str, Any], overwrite: bool = False, resume: bool = False) -> None:
         """Start a run, or continue the one that was started here with the same options.
 
+        No other process can write to the folder until `close`.
+
         Raises:
-            OptionError: the folder cannot be written to, or holds something else, or a run with other options.
+            OptionError: the folder cannot be written to, or holds something else, or a run with other options, or
+                another process runs a recipe there.
             CheckpointError: `resume`, but there is nothing to resume.
         """
         with self.training.main_process_first(local=False):
-            if self.training.should_save and overwrite and self._file(RECIPE).is_file():  # folders of others stay
-                for file in chain.from_iterable(map(self.path.glob, RESULTS)):
-                    file.unlink()
-                for folder in (CONTROL, WINDOW, ADAPTER, STAGES):
-                    shutil.rmtree(self.path / folder, ignore_errors=True)
             self.check(overwrite, resume)
+            if self.training.should_save:
+                self._keep_others_out()
+                if overwrite and self._file(RECIPE).is_file():  # folders of others stay
+                    self._clear()
             started = self.finished(RECIPE)
             if started is not None:
                 self._check_options(started, json.loads(json.dumps(options)))
                 logger.info("continuing the run in %s", self.path)
+                for record in self.file("", "").glob("*.json"):  # a run may have been killed right after its record
+                    self._drop_checkpoints(record.stem)
             else:
                 self._begin(options)
+
+    def close(self) -> None:
+        """Let another process write to the folder."""
+        self.lock.release(force=True)
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
@@ -122,8 +135,7 @@ class RunDirectory:
     def finish(self, name: str, result: Mapping[str, Any]) -> None:
         """Record the result of a training stage and drop its checkpoints."""
         self.record(name, result)
-        if self.training.should_save:
-            shutil.rmtree(self.checkpoints(name), ignore_errors=True)
+        self._drop_checkpoints(name)
 
     def export_stages(
         self, names: Sequence[str], options: Mapping[str, Any], ignored: Collection[str], command: str | None = None
@@ -177,14 +189,46 @@ class RunDirectory:
         begun = name == STAGES and folder.is_dir()
         return not (begun and all(file.startswith(".") for file in os.listdir(folder)))
 
+    def _drop_checkpoints(self, name: str) -> None:
+        if self.training.should_save:
+            shutil.rmtree(self.checkpoints(name), ignore_errors=True)
+
+    def _keep_others_out(self) -> None:
+        """Take the folder for this process; the system gives it back when the process ends, however that is."""
+        try:
+            self.file("", "").mkdir(parents=True, exist_ok=True)
+            self.lock.acquire()
+        except Timeout:
+            raise OptionError(
+                f"output_dir={str(self.path)!r} is written to by another process that runs a recipe; wait for its end,"
+                " or give another output_dir"
+            ) from None
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _clear(self) -> None:
+        """Delete what a run has left, but for the lock that this process has."""
+        for file in chain.from_iterable(map(self.path.glob, RESULTS)):
+            file.unlink()
+        for folder in (CONTROL, WINDOW, ADAPTER):
+            shutil.rmtree(self.path / folder, ignore_errors=True)
+        for entry in self.file("", "").iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != LOCK:
+                entry.unlink()
+
+    def _unwritable(self, error: OSError) -> OptionError:
+        return OptionError(
+            f"output_dir={str(self.path)!r} cannot be written to: {one_line(error)}; give another path"
+        )
+
     def _begin(self, options: Mapping[str, Any]) -> None:
         """Record the options of a run: the first file in the folder, which `check` may have taken for writable."""
         try:
             self.record(RECIPE, options)
         except OSError as error:
-            raise OptionError(
-                f"output_dir={str(self.path)!r} cannot be written to: {one_line(error)}; give another path"
-            ) from error
+            raise self._unwritable(error) from error
 
     def _check_options(self, started: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Refuse to continue a run with other options than it was started with."""

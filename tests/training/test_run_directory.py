@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from contextlib import nullcontext
 from datetime import timedelta
@@ -58,6 +59,43 @@ def test_a_run_that_was_killed_in_its_first_write_is_begun_again(tmp_path):
     write(tmp_path / "other", "stages/converted.json")
     with pytest.raises(OptionError, match="holds stages but no run that could be continued"):
         RunDirectory(tmp_path / "other", make_training(tmp_path / "other")).open({"seed": 1})
+
+
+def test_two_processes_do_not_run_a_recipe_in_one_folder(tmp_path, monkeypatch):
+    """The folder is free again when the first one closes it, or dies, even by kill -9."""
+    monkeypatch.setattr("hf_linattn.training.run_directory.LOCK_SECONDS", 0.0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        first = RunDirectory(tmp_path, make_training(tmp_path))
+        first.open({"seed": 0})
+        os.write(writing, b"1")
+        signal.pause()
+    os.read(reading, 1)
+    second = RunDirectory(tmp_path, make_training(tmp_path))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    try:
+        for overwrite in (False, True):
+            with pytest.raises(OptionError, match=r"^output_dir=.* is written to by another process .* give another"):
+                second.open({"seed": 0}, overwrite)
+            assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    second.open({"seed": 0})
+    second.close()
+    third = RunDirectory(tmp_path, make_training(tmp_path))
+    third.open({"seed": 1}, overwrite=True)
+    assert third.finished("recipe") == {"seed": 1}
+
+
+def test_checkpoints_of_a_stage_whose_run_was_killed_after_its_record_go(tmp_path):
+    directory = RunDirectory(tmp_path, make_training(tmp_path))
+    directory.open({"seed": 0})
+    write(tmp_path, "stages/trained.json", "stages/trained/checkpoint-1/a", "stages/other/checkpoint-1/a")
+    directory.close()
+    RunDirectory(tmp_path, make_training(tmp_path)).open({"seed": 0})
+    assert not (tmp_path / "stages/trained").exists() and (tmp_path / "stages/other/checkpoint-1/a").is_file()
 
 
 def test_a_stage_without_a_record_of_the_main_process_stops_the_others(tmp_path):
