@@ -34,6 +34,7 @@ DEPTH_FILE, DEPTH_PLOT = "depth.json", "depth.png"
 START_FILE = "start.json"
 REAL_BOARD = "real_board"  # a folder, with a file for each row
 PLAN_GRID = "plan_grid"  # a folder, with a file for each model
+RECALL_SUITE = "recall_suite"  # a folder, with a file for each run of `hf-linattn eval --suite recall`
 HEADS_FILE = "heads_speed.json"
 HARD_KEYS_FILE = "hard_keys_speed.json"
 COMPILED_DECODING_FILE = "compiled_decoding.json"

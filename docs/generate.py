@@ -17,6 +17,7 @@ from benchmarks.result_files import (
     HEADS_FILE,
     MQAR_FILE,
     PLAN_GRID,
+    RECALL_SUITE,
     RECOVERED_PLANS_FILE,
     RESULTS,
     SUPPORT_FILE,
@@ -31,6 +32,7 @@ from benchmarks.tables.heads import (
     heads_recall_parts,
     heads_speed_parts,
     plan_grid_parts,
+    recall_suite_table,
     recovered_plans_parts,
 )
 from benchmarks.tables.markdown import replace_section, table, weights_said
@@ -158,6 +160,11 @@ def recovered_plans() -> str:
     return "\n\n".join(recovered_plans_parts(document, chosen, "9 heads, seed 0"))
 
 
+def recall_suite() -> str:
+    """Return what `hf-linattn eval` counts of conversions."""
+    return recall_suite_table(read(file) for file in sorted((RESULTS / RECALL_SUITE).glob("*.json")))
+
+
 def heads_speed() -> str:
     """Return what they cost."""
     return "\n\n".join(heads_speed_parts(read(RESULTS / HEADS_FILE)))
@@ -244,6 +251,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "grid": plan_grid,
         "hard-keys": hard_key_plans,
         "recovered": recovered_plans,
+        "recall-suite": recall_suite,
         "speed": heads_speed,
     },
     "invariants.md": {"invariants": invariants, "cross": cross_invariants},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise, product
+from pathlib import PurePosixPath
 from statistics import fmean
 
 from benchmarks.result_files import AS_IT_COMES, CALIBRATED, ORIGINAL, Document
@@ -232,6 +234,36 @@ def recovered_plans_parts(document: Document, chosen: Document, untrained: str) 
     rows = [[name, *(column.get(name, "") for column in columns.values())] for name in named]
     how = [_how(name, run) for name, run in document["runs"].items()]
     return [*how, what, table(["model", "tokens", "prompts", *NEEDLES], cells), text, table(["model", *columns], rows)]
+
+
+def recall_suite_table(documents: Iterable[Document]) -> str:
+    """Return what models recall by `hf-linattn eval --suite recall`, beside the original where it was asked as well.
+
+    A mean over kinds of prompts has the interval that those of the kinds come to (Zou and Donner 2008, Statistics in
+    Medicine 27:1693-1702): its ends are as far away as the root of the summed squares, over the number of kinds.
+    """
+    lines: list[list[object]] = []
+    for document in documents:
+        rows = [row for row in document["rows"] if row["metric"] == "found" and "depth" not in row["facts"]]
+        name, length = f"`{PurePosixPath(document['model']).name}`", count(rows[0]["facts"]["length"])
+        differences = [difference for row in rows for difference in row["differences"]]
+        for row in rows:
+            shares = ("" if row[kind] is None else _interval(row[kind]) for kind in ("original", "converted"))
+            difference = "".join(_interval(pair, "+") for pair in row["differences"])
+            lines.append([name, f"`{row['name']}`", length, row["num_items"], *shares, difference])
+        if len(rows) == len(differences) > 1:
+            of, to = (fmean(row[kind]["value"] for row in rows) for kind in ("original", "converted"))
+            below, above = (
+                math.hypot(*(pair[end] - pair["value"] for pair in differences)) / len(rows) for end in ("low", "high")
+            )
+            mean = {"value": to - of, "low": to - of - below, "high": to - of + above}
+            asked = [f"the mean of {len(rows)}", length, sum(row["num_items"] for row in rows)]
+            lines.append([name, *asked, f"{of:.3f}", f"{to:.3f}: {to / of:.0%}", _interval(mean, "+")])
+    return table(["model", "test", "tokens", "prompts", "original", "converted", "difference"], lines)
+
+
+def _interval(score: Document, sign: str = "") -> str:
+    return f"{score['value']:{sign}.2f} ({score['low']:{sign}.2f} to {score['high']:{sign}.2f})"
 
 
 def _suite_means(recall: dict[str, Document]) -> dict[str, dict[str, str]]:

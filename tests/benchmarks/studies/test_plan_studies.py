@@ -22,6 +22,7 @@ from benchmarks.tables.heads import (
     hard_key_plans_parts,
     heads_recall_parts,
     plan_grid_parts,
+    recall_suite_table,
     recovered_plans_parts,
 )
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
@@ -211,6 +212,28 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
     assert [line.split(" | ")[3][:4] for line in recall.splitlines()[2:]] == ["0.25", "0.50", "0.62", "0.38"]
     assert [line.split(" | ")[2].rstrip(" |") for line in means.splitlines()[2:]] == ["0.25", "", "0.625", "0.375"]
+
+
+def test_the_mean_over_kinds_of_prompts_has_the_interval_of_independent_ones():
+    def row(name, original, converted, low, high, **facts):
+        shares = [{"value": x, "low": x / 2, "high": 1.0} for x in (original, converted)]
+        difference = {"value": converted - original, "low": low, "high": high}
+        return {
+            "name": name, "metric": "found", "num_items": 4, "original": shares[0], "converted": shares[1],
+            "differences": [difference], "facts": {"length": 2048, **facts},
+        }  # fmt: skip
+
+    rows = [row("a", 0.5, 0.25, -0.55, 0.15), row("b", 1.0, 1.0, -0.4, 0.3), row("a, depths", 1, 0, -1, 0, depth=[0])]
+    alone = {**rows[0], "original": None, "differences": []}
+    documents = [
+        {"model": "runs/heads", "original": "models/x", "rows": [*rows, {**rows[0], "metric": "first"}]},
+        {"model": "runs/other", "original": None, "rows": [alone, alone]},
+    ]
+    first, second, mean, third, fourth = recall_suite_table(documents).splitlines()[2:]
+    cells = ["`a`", "2,048", "4", "0.50 (0.25 to 1.00)", "0.25 (0.12 to 1.00)", "-0.25 (-0.55 to +0.15)"]
+    assert first == f"| `heads` | {' | '.join(cells)} |"
+    assert "the mean of 2 | 2,048 | 8 | 0.750 | 0.625: 83% | -0.12 (-0.38 to +0.12) |" in mean  # .25 on both sides
+    assert "`b`" in second and third == fourth and third.startswith("| `other` | `a` | 2,048 | 4 |  | 0.25")
 
 
 def test_heads_by_loss_are_those_whose_gates_lower_it_most(monkeypatch):
