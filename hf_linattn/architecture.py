@@ -33,7 +33,7 @@ LATENT_QUERIES = ("q_b_proj", "q_proj")
 # models whose attention modules say is_causal=False, and which pass is_causal=True with every call
 CALLED_CAUSAL = (
     "CLIPTextModel", "CLIPSegTextModel", "MetaClip2TextModel", "OwlViTTextTransformer", "Owlv2TextTransformer",
-    "XCLIPTextTransformer",
+    "XCLIPTextModel",
 )  # fmt: skip
 CLASSIFIERS = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 # parts by which an attention module chooses its keys, told to its own mask or cache

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 from torch.nn import ModuleList
 from transformers import CONFIG_MAPPING, AutoModel, WhisperConfig, WhisperModel
 
@@ -132,6 +138,30 @@ def test_a_position_table_is_that_of_the_inputs_it_serves():
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sound = WhisperConfig(d_model=16, num_mel_bins=20, max_source_positions=10, vocab_size=90, pad_token_id=0, **sizes)
     patch_model(WhisperModel(sound), "linear").encoder(torch.randn(1, 20, 20))
+
+
+def test_models_that_call_their_attention_causally_are_those_of_transformers():
+    """Named by their class: one that was renamed is not found any more, and every forward refused."""
+    models, calling = Path(transformers.__file__).parent / "models", set()
+    for file in chain(models.glob("*clip*/modeling_*.py"), models.glob("owl*/modeling_*.py")):
+        for node in ast.parse(file.read_text("utf-8")).body:
+            calls = [x for x in ast.walk(node) if isinstance(x, ast.Call)]
+            given = [key for call in calls for key in call.keywords if key.arg == "is_causal"]
+            if isinstance(node, ast.ClassDef) and any(getattr(key.value, "value", False) is True for key in given):
+                calling.add(node.name)
+    assert calling == set(architecture.CALLED_CAUSAL)
+
+
+@torch.no_grad()
+def test_the_text_of_x_clip_sees_no_later_token():
+    text = tiny_model("xclip").text_model
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+    own, changed = text(ids).last_hidden_state, ids.clone()
+    changed[:, 6] += 1
+    torch.testing.assert_close(patch_model(deepcopy(text), "softmax")(ids).last_hidden_state, own)
+    linear = patch_model(text, "linear")
+    first, second = (linear(x).last_hidden_state for x in (ids, changed))
+    assert torch.equal(first[:, :6], second[:, :6]) and not torch.equal(first[:, 6:], second[:, 6:])
 
 
 def test_what_makes_a_mask_of_its_own_is_refused_before_anything_changes():
