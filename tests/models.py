@@ -96,9 +96,13 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPINE = ("bert", "gpt2", "llama")
 # latent attention: what is cached is smaller than the heads, whose keys and values differ in width
-LATENT = (
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
-    "minicpm3", "mistral4", "youtu",
+LATENT = tuple(
+    name
+    for name in (
+        "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash",
+        "minicpm3", "mistral4", "youtu",
+    )
+    if name in CONFIG_MAPPING  # the oldest transformers that is supported has fewer
 )  # fmt: skip
 # the last two layers attend to the keys of the first two, each to those of its own kind
 SHARED = {
