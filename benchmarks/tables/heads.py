@@ -244,22 +244,30 @@ def recall_suite_table(documents: Iterable[Document]) -> str:
     """
     lines: list[list[object]] = []
     for document in documents:
-        rows = [row for row in document["rows"] if row["metric"] == "found" and "depth" not in row["facts"]]
-        name, length = f"`{PurePosixPath(document['model']).name}`", count(rows[0]["facts"]["length"])
-        differences = [difference for row in rows for difference in row["differences"]]
-        for row in rows:
-            shares = ("" if row[kind] is None else _interval(row[kind]) for kind in ("original", "converted"))
-            difference = "".join(_interval(pair, "+") for pair in row["differences"])
-            lines.append([name, f"`{row['name']}`", length, row["num_items"], *shares, difference])
-        if len(rows) == len(differences) > 1:
-            of, to = (fmean(row[kind]["value"] for row in rows) for kind in ("original", "converted"))
-            below, above = (
-                math.hypot(*(pair[end] - pair["value"] for pair in differences)) / len(rows) for end in ("low", "high")
-            )
-            mean = {"value": to - of, "low": to - of - below, "high": to - of + above}
-            asked = [f"the mean of {len(rows)}", length, sum(row["num_items"] for row in rows)]
-            lines.append([name, *asked, f"{of:.3f}", f"{to:.3f}: {to / of:.0%}", _interval(mean, "+")])
+        name = f"`{PurePosixPath(document['model']).name}`"
+        asked: dict[int, list[Document]] = {}  # length -> rows
+        for row in document["rows"]:
+            if row["metric"] == "found" and "depth" not in row["facts"]:
+                asked.setdefault(row["facts"]["length"], []).append(row)
+        for length, rows in asked.items():
+            for row in rows:
+                shares = ("" if row[kind] is None else _interval(row[kind]) for kind in ("original", "converted"))
+                difference = "".join(_interval(pair, "+") for pair in row["differences"])
+                lines.append([name, f"`{row['name']}`", count(length), row["num_items"], *shares, difference])
+            if document["original"] and len(rows) > 1:
+                lines.append([name, f"the mean of {len(rows)}", count(length), *_mean_of_kinds(rows)])
     return table(["model", "test", "tokens", "prompts", "original", "converted", "difference"], lines)
+
+
+def _mean_of_kinds(rows: list[Document]) -> list[object]:
+    of, to = (fmean(row[kind]["value"] for row in rows) for kind in ("original", "converted"))
+    pairs = [pair for row in rows for pair in row["differences"]]
+    low, high = (
+        to - of + sign * math.hypot(*(pair[end] - pair["value"] for pair in pairs)) / len(rows)
+        for end, sign in (("low", -1), ("high", 1))
+    )
+    difference = _interval({"value": to - of, "low": low, "high": high}, "+")
+    return [sum(row["num_items"] for row in rows), f"{of:.3f}", f"{to:.3f}: {to / of:.0%}", difference]
 
 
 def _interval(score: Document, sign: str = "") -> str:

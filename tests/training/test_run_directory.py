@@ -67,11 +67,15 @@ def test_two_processes_do_not_run_a_recipe_in_one_folder(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        first = RunDirectory(tmp_path, make_training(tmp_path))
-        first.open({"seed": 0})
-        os.write(writing, b"1")
-        signal.pause()
-    os.read(reading, 1)
+        try:
+            first = RunDirectory(tmp_path, make_training(tmp_path))
+            first.open({"seed": 0})
+            os.write(writing, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 1), "the first process could not open the folder"
     second = RunDirectory(tmp_path, make_training(tmp_path))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     try:
