@@ -1,4 +1,4 @@
-"""What `from_pretrained` of a model class asks first: no other config makes a model of a converted checkpoint.
+"""What `from_pretrained` of a model class does with a converted checkpoint: it makes a patched model, or none.
 
 A config that is given stands in place of the checkpoint's `config.json`, the only file that says what is converted:
 softmax would run on weights that were trained for something else. transformers has no seam for this.
@@ -7,22 +7,29 @@ softmax would run on weights that were trained for something else. transformers 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .checkpoint_config import MODEL_TYPE
+from .checkpoint_config import MODEL_TYPE, ConvertedConfigError
 from .errors import CheckpointError
+
+CLASSES = "hf_linattn.hub"  # of patched models; imported with the first checkpoint
 
 
 def guard(models: Any) -> None:
-    """Put `require_own_config` before `from_pretrained` of `PreTrainedModel`."""
+    """Put `require_own_config` before `from_pretrained` of `PreTrainedModel`, and behind it the class that patches."""
     read = models.from_pretrained.__func__
 
     @functools.wraps(read)
     def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         require_own_config(name, config, kwargs)
-        return read(cls, name, *args, config=config, **kwargs)
+        try:
+            return read(cls, name, *args, config=config, **kwargs)
+        except ConvertedConfigError as error:
+            patched = importlib.import_module(CLASSES).patched_class(cls, name, error.config_dict)
+        return patched.from_pretrained(name, *args, config=config, **kwargs)
 
     models.from_pretrained = classmethod(from_pretrained)
 

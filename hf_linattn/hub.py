@@ -1,4 +1,4 @@
-"""Checkpoints of patched models: the Auto classes load them, and `save_pretrained` writes them whole."""
+"""Checkpoints of patched models: Auto classes and model classes load them, `save_pretrained` writes them whole."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from .saved_config import (
     auto_classes,
     class_names,
     for_each_config_class,
+    linearized_config_class,
     own_name,
     read_config,
     read_patches,
@@ -79,8 +80,24 @@ def load_checkpoint(name_or_path: str, **options: Any) -> PreTrainedModel:
             return auto_class.from_pretrained(name_or_path, **options)
     raise CheckpointError(
         f"{name_or_path!r} was saved as {saved_as} ({type(config).__name__}), which no Auto class of transformers"
-        " loads; load it yourself and call patch_model"
+        f" loads; call {saved_as}.from_pretrained({name_or_path!r})"
     )
+
+
+def patched_class(model_class: type[PreTrainedModel], name: Any, config_dict: Mapping[str, Any]) -> Any:
+    """Return the class whose `from_pretrained` makes patched models of `model_class`.
+
+    Raises:
+        CheckpointError: the checkpoint `name`, whose config.json has `config_dict`, is of another model type.
+    """
+    config_class: Any = model_class.config_class
+    saved = config_dict.get("base_model_type")
+    if saved != config_class.model_type:
+        raise CheckpointError(
+            f"{str(name)!r} is a converted model of type {saved!r}, and {model_class.__name__} is of type"
+            f" {config_class.model_type!r}; load it as the class that it was saved as, or through an Auto class"
+        )
+    return linearized_model_class(model_class, linearized_config_class(config_class))
 
 
 def linearized_model_class(base: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:

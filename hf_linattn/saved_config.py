@@ -69,9 +69,9 @@ class LinearizedConfigMixin(PinnedConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read the nested form too: PEFT asks the config class of a model for the config of its checkpoint."""
+        """Read the nested form too: `from_pretrained` of a model class, and PEFT, ask the config class of a model."""
         if "base_config" in config_dict:
-            return HfLinattnConfig.from_dict(config_dict, **kwargs)
+            return read_config(config_dict, base_class(cls), **kwargs)
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]  # of the config it is mixed into
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
@@ -159,8 +159,11 @@ def require_finished(config_dict: Mapping[str, Any]) -> None:
         raise CheckpointError(f"config.json says {config_dict['unfinished']!r}")
 
 
-def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed."""
+def read_config(config_dict: dict[str, Any], config_class: Any = None, **kwargs: Any) -> Any:
+    """Return the base config described by `base_config`, marked with the patch; `CheckpointError` if malformed.
+
+    config_class: of the config; None: the one that `AutoConfig` has.
+    """
     require_finished(config_dict)
     for name in ("base_config", MODEL_TYPE):
         if not isinstance(config_dict.get(name), dict):
@@ -178,7 +181,7 @@ def read_config(config_dict: dict[str, Any], **kwargs: Any) -> Any:
         )
     architectures = config_dict.get("architectures", config_dict["base_config"].get("architectures"))
     base = {**config_dict["base_config"], "architectures": architectures}
-    result = CONFIG_MAPPING[model_type].from_dict(base, **kwargs)
+    result = (config_class or CONFIG_MAPPING[model_type]).from_dict(base, **kwargs)
     mark_config(result[0] if isinstance(result, tuple) else result, described)
     return result
 

@@ -16,7 +16,11 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
     BertModel,
+    BertPreTrainedModel,
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
     CLIPVisionConfig,
     EncoderDecoderConfig,
     EncoderDecoderModel,
@@ -25,6 +29,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    XGLMForCausalLM,
 )
 
 from hf_linattn import (
@@ -32,12 +37,15 @@ from hf_linattn import (
     PatchError,
     UnsupportedModeError,
     get_mechanisms,
+    get_patch_config,
     is_patched,
     original_attention,
     patch_model,
     unpatch_model,
 )
+from hf_linattn.hub import load_checkpoint
 from hf_linattn.pinning import base_class
+from hf_linattn.support.tiny import tiny_config
 from tests.helpers import Snapshot, logits_of, make_patched, make_tokens
 from tests.models import GROUPED, SIZES, SPINE, TOKENS, fill, make_model
 
@@ -311,12 +319,52 @@ def test_parts_are_undone_and_run_as_softmax_by_the_whole():
 
 
 @each_family
-def test_a_class_does_not_load_a_converted_model_by_itself(tmp_path, name):
+def test_the_class_of_a_converted_model_loads_it_and_its_config_class_does_not(tmp_path, caplog, name):
     model = patch_model(FAMILIES[name](), "linear")
     model.save_pretrained(tmp_path)
-    for asked in (type(model), type(unpatch_model(model).config)):
-        with pytest.raises(CheckpointError, match="load it through an Auto class, such as"):
-            asked.from_pretrained(tmp_path)
+    assert get_patch_config(type(model).from_pretrained(tmp_path)) == get_patch_config(model)
+    assert "You are using a model of type" not in caplog.text
+    with pytest.raises(CheckpointError, match=r"load the model through an Auto class, such as .*, or its own"):
+        type(unpatch_model(model).config).from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a converted model of type .*, and XGLMForCausalLM is of type 'xglm'"):
+        XGLMForCausalLM.from_pretrained(tmp_path)
+
+
+class WithMargin(BertConfig):
+    margin: float = 0.5
+
+
+class Tagger(BertPreTrainedModel):
+    """A model class and a config class of one's own, which no Auto class knows."""
+
+    config_class = WithMargin
+
+    def __init__(self, config: WithMargin):
+        super().__init__(config)
+        self.bert, self.head = BertModel(config, add_pooling_layer=False), torch.nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bert(input_ids).last_hidden_state) - self.config.margin
+
+
+UNKNOWN_TO_AUTO = {
+    "of transformers": lambda: CLIPTextModelWithProjection(tiny_config(CLIPTextConfig)),
+    "one's own": lambda: Tagger(WithMargin(**TOKENS, **SIZES, margin=0.25)),
+}
+
+
+@pytest.mark.parametrize("which", UNKNOWN_TO_AUTO)
+def test_a_class_that_no_auto_class_knows_loads_what_it_saved(tmp_path, which):
+    model = patch_model(fill(UNKNOWN_TO_AUTO[which]()), "linear").eval()
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model) and is_patched(loaded) and not info["missing_keys"]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS)[0], model(IDS)[0])
+    name = type(model).__name__
+    with pytest.raises(CheckpointError, match=rf"saved as {name} .* no Auto class.*call {name}.from_pretrained"):
+        load_checkpoint(str(tmp_path))
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------

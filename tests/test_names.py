@@ -81,14 +81,12 @@ def test_an_adapter_of_a_model_that_is_unpatched_does_not_name_the_converted_one
 
 
 @pytest.mark.parametrize("auto_class", [AutoPeftModel, AutoPeftModelForCausalLM])
-def test_an_adapter_without_a_task_says_how_to_load_it(tmp_path, auto_class):
+def test_an_adapter_without_a_task_is_loaded_by_the_class_of_its_base(tmp_path, auto_class):
     make_patched("llama", "hedgehog").save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["hf_linattn"])
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora).eval()
     adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"task_type by PeftModel\.from_pretrained\(the loaded model, adapter\)"):
-        auto_class.from_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    loaded = auto_class.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits_of(loaded.eval(), IDS), logits_of(adapted, IDS))
 
 
