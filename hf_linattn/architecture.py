@@ -1,13 +1,11 @@
-"""What a transformers model is made of, as far as attention is concerned: which modules, of which sizes.
+"""What the attention modules of a transformers model are: their sizes, dtypes, rotations, and the layers around them.
 
-Read from what models declare (`_can_record_outputs`) and from the names that transformers uses for sizes and layers.
+Read from the names that transformers uses. Which modules of a model are attention says `attention_modules.py`.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -20,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from transformers.pytorch_utils import Conv1D
 
 from .attention_call import causal_by_itself
+from .attention_modules import self_attention_modules
 from .errors import UnsupportedModelError
 from .mechanisms import AttentionLayer
 from .positions.rope import Rotation, find_rotation
@@ -36,19 +35,10 @@ CALLED_CAUSAL = (
     "XCLIPTextModel",
 )  # fmt: skip
 CLASSIFIERS = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
-# parts by which an attention module chooses its keys, told to its own mask or cache
-OWN_CHOICE = ("indexer", "compressor")
-# attention modules that no mechanism can stand for, and why
-IRREPLACEABLE = {
-    "T5Gemma2MergedAttention": "attends to the encoder's tokens and its own under one softmax",
-    "DogeAttention": "makes a mask of its own from its values",
-}
 # attention modules of models that read what comes out for pads: the last token, or every patch of a picture
 READ_AT_PADS = ("SiglipAttention", "Siglip2Attention", "Idefics3VisionAttention", "SmolVLMVisionAttention")
 # what mechanisms can compute in; quantised weights have other dtypes, of which those of 8 bits are floating, too
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# what models call a module that attends to other tokens than its own, where they declare it as any other
-CROSSING = re.compile(r"cross_?att|\bx_attn\b")
 # what the projection of the heads' outputs is called, in the attention module or, in BERT's kind, beside it
 OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "out_proj", "out_lin", "Wo", "dense", "output.dense")
 
@@ -99,123 +89,6 @@ def layer_stacks(model: PreTrainedModel, paths: Iterable[str]) -> list[str]:
             raise UnsupportedModelError(f"{type(model).__name__}: {path} lies in no list of layers")
         stacks[stack] = None
     return list(stacks)
-
-
-def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    found = _find_attention(model, across=False)
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} declares no attention layers (_can_record_outputs['attentions']): either it has"
-            " none, or its code predates transformers' attention interface; use a model that goes through that"
-            " interface"
-        )
-    _require_replaceable(model, found)
-    _require_apart(model, found)
-    return found
-
-
-def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return path -> module of the layers that attend to an encoder's tokens; raise as `self_attention_modules`."""
-    found = _find_attention(model, across=True)
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} declares no cross-attention layers (_can_record_outputs['cross_attentions']):"
-            " cross_attention= is for these; leave it out"
-        )
-    _require_replaceable(model, found)
-    _require_apart(model, found)
-    return found
-
-
-def _find_attention(model: PreTrainedModel, across: bool) -> dict[str, nn.Module]:
-    crossing = _crossing(model)
-    declared = crossing | set(_declared(model, "attentions"))
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if _is_declared(path, module, declared) and _is_cross_attention(path, module, crossing) == across
-    }
-
-
-def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
-    """Raise `UnsupportedModelError` unless all go through transformers' interface and choose no keys themselves."""
-    family = type(model).__name__
-    for path, module in found.items():
-        code = inspect.unwrap(type(module).forward).__code__
-        if "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not isinstance(
-            getattr(module, "config", None), PreTrainedConfig
-        ):
-            raise UnsupportedModelError(
-                f"{family}: {path} ({type(module).__name__}) computes its attention itself and not through"
-                f" transformers' attention interface{_position_bias_note(module)}, so it cannot be replaced"
-            )
-        if (kind := type(module).__name__) in IRREPLACEABLE:
-            raise UnsupportedModelError(f"{family}: {path} ({kind}) {IRREPLACEABLE[kind]}, so it cannot be replaced")
-        for part in OWN_CHOICE:
-            if getattr(module, part, None) is not None:
-                raise UnsupportedModelError(
-                    f"{family}: {path} ({kind}) chooses its keys by a part of its own ({part}): it is sparse already"
-                )
-        if "position_bias" in code.co_varnames:
-            raise UnsupportedModelError(
-                f"{family}: {path} ({type(module).__name__}) adds a position bias to every score, which has no"
-                " subquadratic form here; use a model with rotary or absolute positions"
-            )
-
-
-def _require_apart(model: PreTrainedModel, found: dict[str, nn.Module]) -> None:
-    """Raise `UnsupportedModelError` where a list has one layer in two places: saved and loaded, it would be two."""
-    for path, stack in model.named_modules():
-        first: dict[nn.Module, int] = {}
-        for place, layer in enumerate(stack if isinstance(stack, nn.ModuleList) else ()):
-            before = first.setdefault(layer, place)
-            if before != place and not {*layer.modules()}.isdisjoint(found.values()):
-                raise UnsupportedModelError(
-                    f"{type(model).__name__}: {path}.{place} is {path}.{before} once more, one layer in two places,"
-                    f" which no checkpoint says; put copy.deepcopy(model.{path}[{before}]) there before patch_model"
-                )
-
-
-def _declared(model: PreTrainedModel, output: str) -> Iterator[tuple[Any, str | None]]:
-    """Yield (class, part of the path) of the modules that any part of the model names as the source of `output`."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            entries = (getattr(part, "_can_record_outputs", None) or {}).get(output, ())
-            for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
-                kind = getattr(entry, "target_class", entry)
-                if isinstance(kind, type):  # some name a class by its name, of a part that declares it itself
-                    yield kind, getattr(entry, "layer_name", None)
-
-
-def _crossing(model: PreTrainedModel) -> set[tuple[Any, str | None]]:
-    """Return what the model names as cross-attention and, as it stands, nothing else."""
-    own = {kind for kind, _ in _declared(model, "attentions")}
-    return {(kind, name) for kind, name in _declared(model, "cross_attentions") if name or kind not in own}
-
-
-def _is_declared(path: str, module: nn.Module, declared: set[tuple[type[nn.Module], str | None]]) -> bool:
-    return any(isinstance(module, kind) and (name is None or name in path) for kind, name in declared)
-
-
-def _is_cross_attention(path: str, module: nn.Module, crossing: set[tuple[type[nn.Module], str | None]]) -> bool:
-    named = any(isinstance(module, kind) and (name is None or name in path) for kind, name in crossing)
-    return named or bool(getattr(module, "is_cross_attention", False)) or bool(CROSSING.search(path))
-
-
-def _position_bias_note(module: nn.Module) -> str:
-    biased = any("bias" in name and isinstance(m, nn.Embedding) for name, m in module.named_modules())
-    return " (it adds a learned position bias to every score)" if biased else ""
-
-
-def owners(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, dict[str, nn.Module]]:
-    """Return the innermost transformers models around the modules, which make their masks, with those of each."""
-    parts = {path: part for path, part in model.named_modules() if isinstance(part, PreTrainedModel)}
-    owned: dict[PreTrainedModel, dict[str, nn.Module]] = {}
-    for path, module in modules.items():
-        owner = max((p for p in parts if p == "" or path.startswith(p + ".")), key=len)
-        owned.setdefault(parts[owner], {})[path] = module
-    return owned
 
 
 def describe_cross_layers(model: PreTrainedModel, attention: dict[str, nn.Module]) -> dict[str, AttentionLayer]:

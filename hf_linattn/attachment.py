@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, pinning, saved_config, sliced_masks
+from . import pinning, saved_config, sliced_masks
 from . import transformers_bridge as bridge
+from .attention_modules import owners
 from .chunked_mlp import FeedForward
 from .mechanisms import Mechanism
 from .plan import PatchConfig
@@ -46,7 +47,7 @@ class Patch:
     @classmethod
     def of(cls, config: PatchConfig, attention: dict[str, nn.Module], model: PreTrainedModel) -> Patch:
         """Remember what attention modules compute now, and the models that make their masks."""
-        configs = pinning.configs_of([*attention.values(), *architecture.owners(model, attention)])
+        configs = pinning.configs_of([*attention.values(), *owners(model, attention)])
         softmax = "sdpa" if model._supports_sdpa else "eager"  # of a model that was asked to be ours when it was made
         chosen = [(c, bridge.get_implementation(c)) for c in configs]
         return cls(config, attention, [(c, softmax if x == bridge.IMPLEMENTATION else x) for c, x in chosen])

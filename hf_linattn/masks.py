@@ -332,8 +332,8 @@ def _refuse_pairs(mask: Tensor, mechanism: Mechanism) -> NoReturn:
             " leave the rule out"
         )
     raise UnsupportedModeError(
-        f"attention_mask has 4 dimensions {tuple(mask.shape)}; a patched model takes a 2-D key mask [batch, length]"
-        " (packed documents: position_ids that restart at 0); layers that keep softmax take masks of pairs, too"
+        f"attention_mask, given or the model's own, has 4 dimensions {tuple(mask.shape)}; a patched model takes"
+        " [batch, length] (packed documents: position_ids that restart at 0); layers that keep softmax take pairs, too"
     )
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from . import architecture, pinning
 from . import transformers_bridge as bridge
 from .attachment import Patch
+from .attention_modules import cross_attention_modules, self_attention_modules, warn_of_undeclared
 from .building import build_all, warn_of_sinks
 from .chosen_plan import ChosenPlan
 from .chunked_mlp import FeedForward, find_feed_forwards
@@ -89,8 +90,8 @@ def patch_model(
     setattr(root, PATCH, patch)
     _forget_compiled(model)
     warn_of_sinks(mechanisms, type(root).__name__)
-    count, layers_of = patch.config.count, len(patch.attention)
-    logger.debug("patched %d of %d attention layers of %s", count, layers_of, type(root).__name__)
+    warn_of_undeclared(root)
+    logger.debug("patched %d of %d layers of %s", patch.config.count, len(patch.attention), type(root).__name__)
     return model
 
 
@@ -99,7 +100,7 @@ def _attached(
     cross_attention: Any,
 ) -> tuple[Patch, dict[str, Mechanism]]:  # fmt: skip
     """Build the mechanisms of a plan and attach them; after an error none is."""
-    attention = architecture.self_attention_modules(root)
+    attention = self_attention_modules(root)
     config = _resolve(mechanism, described := architecture.describe_layers(root, attention), layers, options)
     mechanisms = build_all(config, described)
     if cross_attention is not None or config.cross is not None:
@@ -357,7 +358,7 @@ def _resolve_cross(
     """Return the config with what serves the cross-attention layers, as it or the plan says, these and theirs."""
     if config.cross is not None and plan is not None:
         raise OptionError("a patch config names its cross-attention itself; remove the argument 'cross_attention'")
-    crossing = architecture.cross_attention_modules(root)
+    crossing = cross_attention_modules(root)
     layers = architecture.describe_cross_layers(root, crossing)
     cross = _resolve(plan if config.cross is None else config.cross, layers, None, {})
     return replace(config, cross=cross), crossing, build_all(cross, layers)

@@ -28,9 +28,10 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from . import architecture, saved_config
+from . import saved_config
 from .atomic_io import mode_of_new_files, put_in_place, write_text
 from .attention_call import mechanism_of
+from .attention_modules import cross_attention_modules, self_attention_modules
 from .config import make_config
 from .errors import PatchError
 from .patching import is_patched, patched_parts
@@ -107,8 +108,8 @@ def describe_patches(model: PreTrainedModel) -> dict[str, Any] | None:
 
 def require_places(model: PreTrainedModel, config: PatchConfig) -> None:
     """Raise `PatchError` unless each attention layer has the mechanism that a loaded model would have there."""
-    served = [(architecture.self_attention_modules, config)]
-    served += [] if config.cross is None else [(architecture.cross_attention_modules, config.cross)]
+    served = [(self_attention_modules, config)]
+    served += [] if config.cross is None else [(cross_attention_modules, config.cross)]
     for find, plan in served:
         found = [mechanism_of(module) for module in find(model).values()]
         places = [None if mechanism is None else (mechanism.layer.index, mechanism.config) for mechanism in found]

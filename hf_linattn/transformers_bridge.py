@@ -2,7 +2,7 @@
 
 Seams used, each an official extension point: `AttentionInterface` and `AttentionMaskInterface` (one function each
 under the name `hf_linattn`) and forward pre-hooks (the cache layer). Which modules are attention is known to
-`architecture.py`, how models turn rotary heads to `positions/rope.py`.
+`attention_modules.py`, how models turn rotary heads to `positions/rope.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from . import architecture, pinning
+from . import pinning
 from .attention_call import (
     MECHANISM,
     AttentionCall,
@@ -30,6 +30,7 @@ from .attention_call import (
     order_option,
     scaled,
 )
+from .attention_modules import owners
 from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import (
     find_layer,
@@ -131,7 +132,7 @@ class PatchedModel:
 
 def base_models(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[PreTrainedModel, PatchedModel]:
     """Return what the hooks of these models need to know; each of them is called once per forward."""
-    return {owner: PatchedModel.of(owner, inside) for owner, inside in architecture.owners(model, modules).items()}
+    return {owner: PatchedModel.of(owner, inside) for owner, inside in owners(model, modules).items()}
 
 
 def _given_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:

@@ -23,7 +23,8 @@ from hf_linattn import DataError, OptionError, PatchError, UnknownNameError, Uns
 from hf_linattn.advice import Advice, Settings, Trial, advise, candidate_plans, recommend, trial
 from hf_linattn.advice.advise import ROOM
 from hf_linattn.advice.candidates import with_share_kept
-from hf_linattn.architecture import layers_sharing_keys, self_attention_modules
+from hf_linattn.architecture import layers_sharing_keys
+from hf_linattn.attention_modules import self_attention_modules
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.advise import advise as command

@@ -11,12 +11,22 @@ import pytest
 import torch
 import transformers
 from torch.nn import ModuleList
-from transformers import CONFIG_MAPPING, AutoModel, WhisperConfig, WhisperModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    BeitConfig,
+    BeitModel,
+    Wav2Vec2ConformerConfig,
+    Wav2Vec2ConformerModel,
+    WhisperConfig,
+    WhisperModel,
+)
 
 from hf_linattn import UnsupportedModelError, architecture, get_mechanisms, is_patched, patch_model, unpatch_model
+from hf_linattn.attention_modules import cross_attention_modules, self_attention_modules, undeclared_attention
 from hf_linattn.errors import HfLinattnError
 from hf_linattn.positions.tables import position_tables
-from hf_linattn.support.tiny import tiny_config, tiny_model
+from hf_linattn.support.tiny import tiny_config, tiny_inputs, tiny_model
 from tests.models import ARCHITECTURES, HEAD_DIM, LATENT, NUM_HEADS, make_latent, make_model
 
 UNGROUPED = {"bert", "gpt2", "opt", "roberta", "distilbert", "modernbert"}
@@ -35,7 +45,7 @@ PROJECTIONS = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_layers_are_described(name):
     model = make_model(name)
-    described = list(architecture.describe_layers(model, architecture.self_attention_modules(model)).values())
+    described = list(architecture.describe_layers(model, self_attention_modules(model)).values())
     assert [layer.index for layer in described] == [0, 1]
     for layer in described:
         assert (layer.num_heads, layer.head_dim) == (NUM_HEADS, HEAD_DIM)
@@ -56,7 +66,7 @@ def test_a_field_of_shared_heads_that_a_model_does_not_read_is_not_read_either()
 def test_heads_that_a_config_counts_by_a_name_of_its_own():
     config = tiny_config(CONFIG_MAPPING["rf_detr"])
     model = AutoModel.from_config(config)
-    layers = architecture.describe_layers(model, architecture.self_attention_modules(model))
+    layers = architecture.describe_layers(model, self_attention_modules(model))
     found = {layer.num_heads for path, layer in layers.items() if path.startswith("decoder.")}
     assert found == {config.decoder_self_attention_heads}
 
@@ -73,10 +83,11 @@ def test_heads_that_nothing_counts_are_refused_by_name(monkeypatch):
 def test_heads_of_latent_attention_are_as_wide_as_their_projections(model_type):
     """Keys have a rotary part and another one beside it, of 4 and 6 numbers; values have 5."""
     model = make_latent(model_type)
-    layers = architecture.describe_layers(model, architecture.self_attention_modules(model)).values()
+    layers = architecture.describe_layers(model, self_attention_modules(model)).values()
     assert {(x.head_dim, x.value_dim, x.num_key_value_heads) for x in layers} == {(10, 5, 4)}
 
 
+TOWER = "visual.encoder.layers"
 # of models that declare these as any other attention
 CROSSING = {
     "mllama": ["model.layers.1.cross_attn"],
@@ -88,15 +99,44 @@ CROSSING = {
 @pytest.mark.parametrize("model_type", CROSSING)
 def test_layers_that_attend_to_other_tokens_are_told_by_their_names(model_type):
     model = tiny_model(model_type)
-    own, across = architecture.self_attention_modules(model), architecture.cross_attention_modules(model)
+    own, across = self_attention_modules(model), cross_attention_modules(model)
     assert set(CROSSING[model_type]) <= set(across) and not set(own) & set(across)
     assert not any("cross_attn" in path or "x_attn" in path for path in own)
+
+
+def test_attention_that_a_model_does_not_declare_is_named_as_it_keeps_softmax(caplog):
+    model, left = patch_model(tiny_model("cosmos3_edge"), "linear"), {f"{TOWER}.{i}.self_attn" for i in range(2)}
+    assert {*undeclared_attention(model)} == left and not left & {*get_mechanisms(model)}
+    (said,) = caplog.messages
+    assert f"does not declare {len(left)} of its attention modules" in said and min(left) in said
+    unpatch_model(model)
+    assert patch_model(make_model("bert"), "linear") and len(caplog.messages) == 1
+
+
+def test_position_biases_are_refused_where_a_model_has_them():
+    """Beit adds its own to the mask; a module that can have one is known by the positions that it says it has."""
+    for shared in (True, False):
+        own = {"use_relative_position_bias": not shared, "use_shared_relative_position_bias": shared}
+        config = tiny_config(BeitConfig, **own)
+        with pytest.raises(UnsupportedModelError, match=r"BeitRelativePositionBias\) adds a position bias to every"):
+            patch_model(BeitModel(config), "linear")
+    for positions in ("rotary", None, "relative"):
+        model = Wav2Vec2ConformerModel(tiny_config(Wav2Vec2ConformerConfig, position_embeddings_type=positions)).eval()
+        if positions == "relative":
+            with pytest.raises(UnsupportedModelError, match="adds a position bias to every"):
+                patch_model(model, "softmax")
+            continue
+        inputs = tiny_inputs(model)
+        with torch.no_grad():
+            before = model(**inputs).last_hidden_state
+            after = patch_model(model, "softmax")(**inputs).last_hidden_state
+        torch.testing.assert_close(after, before)
 
 
 def test_heads_that_a_module_widens_are_as_wide_as_its_attention_gets_them():
     """Moonshine puts zeros behind heads of 8 numbers, and scales their products as before."""
     model = tiny_model("moonshine")
-    layers = architecture.describe_layers(model, architecture.self_attention_modules(model)).values()
+    layers = architecture.describe_layers(model, self_attention_modules(model)).values()
     assert {(x.head_dim, x.value_dim, x.scaling) for x in layers} == {(12, None, 8**-0.5)}
 
 
@@ -109,7 +149,7 @@ def test_layers_of_a_model_in_half_precision_keep_its_dtype():
 def test_projections_of_queries_keys_values_and_outputs_are_found(name):
     model = make_model(name)
     expected = PROJECTIONS.get(name, [f"self_attn.{x}_proj" for x in "qkvo"])
-    for path in architecture.self_attention_modules(model):
+    for path in self_attention_modules(model):
         found = architecture.attention_projections(model, path)
         assert len(found) == len(expected)
         for part in expected:

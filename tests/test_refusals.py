@@ -33,7 +33,7 @@ from hf_linattn import (
     patch_model,
     register_mechanism,
 )
-from hf_linattn.architecture import self_attention_modules
+from hf_linattn.attention_modules import self_attention_modules
 from hf_linattn.mechanisms import Mechanism
 from tests.helpers import logits_of, make_patched, make_tokens
 from tests.models import make_model, make_sharing

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_linattn import UnsupportedModelError, get_mechanisms, is_patched, list_mechanisms, patch_model
-from hf_linattn.architecture import describe_layers, self_attention_modules
+from hf_linattn.architecture import describe_layers
+from hf_linattn.attention_modules import self_attention_modules
 from hf_linattn.config import make_config
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.tensor_parallel import heads_apart

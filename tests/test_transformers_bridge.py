@@ -20,12 +20,12 @@ from transformers import (
 from hf_linattn import (
     UnsupportedModeError,
     UnsupportedModelError,
-    architecture,
     get_mechanisms,
     masks,
     original_attention,
     patch_model,
 )
+from hf_linattn.attention_modules import self_attention_modules
 from hf_linattn.masks import PositionArgument, sequence_ids
 from hf_linattn.positions.tables import position_tables
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
@@ -50,7 +50,7 @@ def attentions_by_argument(model, ids):
 
 
 def other_direction(model, ids):
-    module = next(iter(architecture.self_attention_modules(model).values()))
+    module = next(iter(self_attention_modules(model).values()))
     module.is_causal = not module.is_causal
     try:
         model(input_ids=ids)

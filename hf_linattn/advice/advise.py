@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..architecture import layers_sharing_keys, self_attention_modules
+from ..architecture import layers_sharing_keys
+from ..attention_modules import self_attention_modules
 from ..config import require, require_count
 from ..errors import DataError, HfLinattnError, OptionError, PatchError, UnsupportedModelError
 from ..evaluation.next_token import evenly, token_losses, whole_windows

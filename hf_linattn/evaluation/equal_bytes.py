@@ -17,6 +17,7 @@ from transformers import AutoModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from .. import architecture
+from ..attention_modules import self_attention_modules
 from ..cache import StateLayer
 from ..config import make_config, require
 from ..errors import UnsupportedModelError
@@ -190,7 +191,7 @@ def _chosen(
 ) -> list[AttentionLayer]:
     """Return the layers that are to have windows; `UnsupportedModelError` if one of them does not decode."""
     root = _root(model_or_config)
-    found = list(architecture.describe_layers(root, architecture.self_attention_modules(root)).values())
+    found = list(architecture.describe_layers(root, self_attention_modules(root)).values())
     chosen = [found[index] for index in parse_layers(layers, len(found))]
     for layer in chosen:
         if not layer.causal:

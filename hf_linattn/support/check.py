@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linattn import get_mechanisms, patch_model, unpatch_model
+from hf_linattn.attention_modules import undeclared_attention
 from hf_linattn.config import make_config
 from hf_linattn.errors import HfLinattnError, UnsupportedModelError
 from hf_linattn.mechanisms import MECHANISMS
@@ -106,10 +107,13 @@ class Trial(NamedTuple):
 
 
 def called(trial: Trial) -> str:
-    """Every attention module called its mechanism."""
+    """Every attention module called its mechanism, and none goes without."""
     _output(trial.model, trial.inputs)
     idle = [path for path, mechanism in get_mechanisms(trial.model).items() if not mechanism.calls]
-    return f"given {' and '.join(trial.inputs)}, {idle[0]} and {len(idle) - 1} more never ran" if idle else ""
+    if idle:
+        return f"given {' and '.join(trial.inputs)}, {idle[0]} and {len(idle) - 1} more never ran"
+    left = [*undeclared_attention(trial.model)]
+    return f"{left[0]} and {len(left) - 1} more keep softmax, as the model does not declare them" if left else ""
 
 
 def differs(trial: Trial) -> str:

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..architecture import cross_attention_modules
+from ..attention_modules import cross_attention_modules
 from ..cache import EncoderStateLayer
 from ..mechanisms.softmax import SoftmaxMechanism
 from ..ops import reference as naive

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache
 
-from ..architecture import self_attention_modules
+from ..attention_modules import self_attention_modules
 from ..mechanisms import Mechanism
 from ..ops import reference as naive
 from ..patching import get_mechanisms, original_attention, patch_model, unpatch_model

@@ -26,7 +26,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from ..architecture import cross_attention_modules, describe_cross_layers, describe_layers, self_attention_modules
+from ..architecture import describe_cross_layers, describe_layers
+from ..attention_modules import cross_attention_modules, self_attention_modules
 from ..config import make_config
 from ..errors import UnknownNameError
 from ..mechanisms import MECHANISMS, AttentionLayer, Mechanism

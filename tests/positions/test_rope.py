@@ -8,7 +8,8 @@ from accelerate import init_empty_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, DynamicCache
 
-from hf_linattn import UnsupportedModeError, UnsupportedModelError, architecture, get_mechanisms, patch_model
+from hf_linattn import UnsupportedModeError, UnsupportedModelError, get_mechanisms, patch_model
+from hf_linattn.attention_modules import self_attention_modules
 from hf_linattn.positions.rope import find_rotation
 
 SMALL = {
@@ -61,7 +62,7 @@ def make(name, **options):
 
 
 def rotations(model):
-    return [find_rotation(model, path, x) for path, x in architecture.self_attention_modules(model).items()]
+    return [find_rotation(model, path, x) for path, x in self_attention_modules(model).items()]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -70,7 +71,7 @@ def test_back_gives_what_the_model_gives_at_the_earlier_position(name):
     heads = torch.randn(2, 4, 5, 8)
     position = torch.tensor([[9, 30, 31, 40, 52], [7, 8, 20, 21, 60]])
     steps = torch.tensor([[0, 1, 30, 17, 52], [7, 0, 3, 21, 5]])
-    for path, module in architecture.self_attention_modules(model).items():
+    for path, module in self_attention_modules(model).items():
         rotation = find_rotation(model, path, module)
         assert rotation.obstacle(8, heads.device) is None
         extra = () if rotation.layer_type is None else (rotation.layer_type,)
@@ -95,7 +96,7 @@ def test_heads_turn_back_where_they_lie_whatever_device_the_embedding_is_on():
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_models_without_rotary_positions_have_none(name):
     model = AutoModel.from_config(AutoConfig.for_model(name))
-    path, module = next(iter(architecture.self_attention_modules(model).items()))
+    path, module = next(iter(self_attention_modules(model).items()))
     assert find_rotation(model, path, module) is None
 
 
