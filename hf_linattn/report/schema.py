@@ -66,14 +66,16 @@ class Training:
     """What recovered and control were trained with.
 
     Attributes:
-        tokens: training tokens of each of the two.
+        tokens: that all stages of recovered read together, an early end and rows seen again counted; in older
+            reports those that were planned, of recovered and control each.
         recovered_learning_rate, control_learning_rate: the chosen peak learning rates.
         learning_rate_grid, control_learning_rate_grid: the learning rates that were tried for each.
         search_tokens: training tokens of each trial of the search.
         teaching: the options of calibration, transfer and distillation that were set, with those of adapters and of
-            longer rows; their tokens count in `tokens`.
+            longer rows.
         saved_dtype: of the weights in the folder, as in the checkpoint that was converted; None in older reports.
         control: what of the control was trained: `full`, all weights, or `lora`, adapters; `none`: there is none.
+        control_tokens: that the control read; None without one, and in older reports.
     """
 
     tokens: int
@@ -85,6 +87,7 @@ class Training:
     teaching: dict[str, Any] = field(default_factory=dict)
     control: str = "full"
     saved_dtype: str | None = None
+    control_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, grid in (

@@ -24,7 +24,7 @@ MARKDOWN_FILE = "report.md"
 STAGE_HEADS = ["stage", "training tokens", "seconds", "tokens/s", "of matrix rate"]
 MODELS = {
     "original": "pretrained, softmax attention",
-    "control": "pretrained, softmax attention, fine-tuned on the same tokens",
+    "control": "pretrained, softmax attention, fine-tuned on the same text",
     "converted": "{mechanism}, before recovery",
     "recovered": "{mechanism}, fine-tuned",
 }
@@ -359,10 +359,11 @@ def memory_rows(report: Report) -> list[list[str]]:
 def training_rows(report: Report) -> list[list[str]]:
     """Return what the training was, by name."""
     training = report.training
+    read = {"recovered": training.tokens, "control": training.control_tokens}
     return [
         ["data", report.data + HELD_OUT * report.evaluation.held_out],
         ["options", listed(report.options) or "defaults"],
-        ["training tokens, of recovered and control each", f"{training.tokens:,}"],
+        *([f"training tokens of {name}", f"{tokens:,}"] for name, tokens in read.items() if tokens is not None),
         ["what is trained of the control", training.control],
         ["dtype of the saved weights", training.saved_dtype or "as trained"],
         ["learning rate of recovered", f"{training.recovered_learning_rate:g}"],

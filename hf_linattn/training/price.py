@@ -256,13 +256,14 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
         adapters = trained < parameters(model)
         saved = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapters) + 2 * state // 3
         left_behind = size(model) if stage.keeps_model else 0
-    searched = len(plan.candidates) * plan.search_steps
+    trials = len(plan.candidates)
     training, rows = plan.training, round(plan.data.row_tokens)
     batch = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    steps = plan.max_steps + searched
+    steps = plan.max_steps + trials * plan.search_steps
+    tokens = plan.tokens(plan.max_steps) + trials * plan.tokens(plan.search_steps)
     logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
     return StagePrice(
-        stage.name, place, steps * plan.step_tokens, steps, (rows, batch), trained, watch.seconds,
+        stage.name, place, tokens, steps, (rows, batch), trained, watch.seconds,
         weights + watch.peak, saved * checkpoints_at_once(training) + logits, left_behind,
     )  # fmt: skip
 

@@ -60,6 +60,8 @@ def test_a_classifier_is_converted_and_taught(name, tmp_path, capsys):
     )  # fmt: skip
     assert Report.load(out) == report
     assert [stage.name for stage in report.stages] == ["converted", "calibration", "transfer", "recovered"]
+    # of 7 tokens on average, where the options count rows of 12: 120, 480, and what is left in whole steps
+    assert [stage.tokens // 7 for stage in report.stages] == [0, 10, 40, 700]
     assert report.evaluation.num_tokens == 40 and report.evaluation.stride is None
     assert report.accuracy.recovered > 0.8 > report.accuracy.original, "both can be right by chance at most"
     assert report.accuracy.control > 0.8 and report.perplexity.recovered < 0.8 * report.perplexity.converted

@@ -74,12 +74,16 @@ def recorded(output_dir, stage: str) -> dict:
     return json.loads((Path(output_dir) / "stages" / f"{stage}.json").read_text())
 
 
-def test_a_plan_is_reported_as_it_was_given(material, tmp_path):
+def test_a_plan_is_reported_as_it_was_given_and_the_tokens_that_were_read(material, tmp_path):
     plan = {"performer": {"layers": [0], "num_features": 16}, "linear": [1]}
-    changes = {"mechanism": None, "mechanism_options": None, "plan": json.dumps(plan), "learning_rates": "1e-3"}
-    changes |= {"max_train_tokens": 256, "lr_search_tokens": None}
+    changes = {"mechanism": None, "mechanism_options": None, "plan": json.dumps(plan), "learning_rates": "1e-20"}
+    changes |= {"lr_search_tokens": None, "early_stopping_patience": 1, "eval_steps": 1, "save_steps": 1}
     report = run(command(material, tmp_path / "out", **changes))
     assert (report.mechanism, report.options) == ("linear+performer", plan)
+    assert report.stages[-1].tokens == report.training.tokens == report.training.control_tokens == 2 * 128
+    assert "Recovered on 256 tokens of" in (tmp_path / "out" / "README.md").read_text()
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| training tokens of recovered | 256 |\n| training tokens of control | 256 |" in page
 
 
 def test_a_run_from_end_to_end(material, tmp_path, capsys, monkeypatch, quick_reports):

@@ -66,7 +66,7 @@ def test_four_model_table(report):
     console.print(table)
     shown = " ".join(console.file.getvalue().split())
     assert "recovered / best (control) = 1.250" in shown and "…" not in shown
-    assert "control: pretrained, softmax attention, fine-tuned on the same tokens" in shown
+    assert "control: pretrained, softmax attention, fine-tuned on the same text" in shown
 
 
 def test_the_better_softmax_model_is_named(report):

@@ -13,7 +13,9 @@ from transformers import trainer
 
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError
+from hf_linattn.training.finetuning import fine_tune
 from hf_linattn.training.losses.distillation import Teacher, distillation_loss
+from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.task import CAUSAL, MASKED
 from hf_linattn.training.trainers import RecoveryTrainer
 from tests.models import make_model
@@ -140,3 +142,22 @@ def test_a_training_shows_one_bar_and_does_not_warn_of_a_tied_head(tmp_path, cap
     shown = "".join(capsys.readouterr())
     assert set(re.findall(r"\d+/(\d+) ", shown)) == {"4"} and "{" not in shown
     assert not [text for text in said if "keys" in text]
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_tokens_of_a_training_are_those_that_the_model_reads(tmp_path, drops):
+    """Of 24 rows, five to a batch and two batches to a step, a step at the end of an epoch has four, or none."""
+    model, read = make_model("gpt2"), []
+    options = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2, "dataloader_drop_last": drops}
+    training, data = make_training(tmp_path, eval_strategy="no", save_strategy="no", **options), make_data(model)
+    training.load_best_model_at_end = False
+
+    def count(module, arguments, inputs):
+        read.extend([inputs["input_ids"].numel()] * module.training)
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    for steps in (2, 3, 4):
+        read.clear()
+        fine_tune(model, data, training, tmp_path / f"{steps}", learning_rate=1e-3, max_steps=steps)
+        assert TrainingPlan(data, training, [1e-3], steps).tokens(steps) == sum(read)
+    assert len(data.train) == 24 and sum(read) == (40 if drops else 34) * 16

@@ -41,7 +41,8 @@ def fit_mechanisms(context: TrainingRun, model: PreTrainedModel, stage: str) -> 
     errors = calibrate(model, context.batches(count), progress=not context.arguments.training.disable_tqdm)
     seconds = round(time.perf_counter() - start, 1)
     save_mechanisms(model, context.mechanisms_file(stage))
-    return {"tokens": count * context.arguments.data.block_size, "seconds": seconds, "layer_errors": errors}
+    tokens = count * round(context.data.row_tokens)
+    return {"tokens": tokens, "seconds": seconds, "layer_errors": errors}
 
 
 def save_mechanisms(model: nn.Module, file: Path) -> None:

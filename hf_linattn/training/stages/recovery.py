@@ -79,7 +79,7 @@ class ModelTraining(TrainingStage):
 
         trained, _ = with_halved_rates(self.name, self.rate_option, learning_rate, context.directory, train)
         result, model = trained.result, made["model"]
-        result["tokens"] = result["steps"] * plan.step_tokens
+        result["tokens"] = plan.tokens(result["steps"])
         result["trained"] = LORA if isinstance(model, PeftModel) else FULL
         result["search"] = [{"learning_rate": rate, "eval_loss": loss} for rate, loss in losses.items()]
         training = context.arguments.training

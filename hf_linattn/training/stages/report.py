@@ -42,9 +42,11 @@ from hf_linattn.report import (
     save_card,
     save_report,
 )
-from hf_linattn.training.arguments import FULL, NONE, Arguments, tokens_per_step
+from hf_linattn.training.arguments import FULL, NONE, Arguments
 from hf_linattn.training.run_folders import CONTROL, WINDOW
 from hf_linattn.training.stages.base import OneProcessStage
+from hf_linattn.training.stages.recovery import RecoveredTraining
+from hf_linattn.training.stages.training import TrainingPlan
 from hf_linattn.training.task import TextEncoder
 from hf_linattn.training.training_run import TrainingRun
 
@@ -93,7 +95,8 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
     results = context.results
     scores: dict[str, Any] = {name: results.get(name, {}) for name in SCORED}
     control, recovered = results.get("control_training", {}), results["recovered_training"]
-    step = tokens_per_step(data_options, training)
+    plan = RecoveredTraining().plan(context)
+    way = stages(results, plan)
     given: Any = model_options.plan or model_options.mechanism_options or {}  # a dict by now, or a list of them
     given = {"plan": given} if isinstance(given, list) else given
     layers = {"layers": model_options.layers} if model_options.layers else {}
@@ -124,17 +127,18 @@ def build_report(context: TrainingRun, model: PreTrainedModel) -> Report:
             scores["recovered"].get("num_documents"),
         ),
         training=Training(
-            tokens=context.steps(options.max_train_tokens) * step,
+            tokens=sum(stage.tokens for stage in way),
             recovered_learning_rate=recovered["learning_rate"],
             control_learning_rate=control.get("learning_rate"),
             learning_rate_grid=tried(recovered),
             control_learning_rate_grid=tried(control) if control else (),
-            search_tokens=context.steps(options.lr_search_tokens or 0) * step if searched else 0,
+            search_tokens=plan.tokens(plan.search_steps) if searched else 0,
             teaching=teaching_options(context.arguments),
             saved_dtype=str(context.saved_dtype or model.dtype).removeprefix("torch."),
             control=control.get("trained", FULL) if control else NONE,
+            control_tokens=tokens_of(control, plan) if control else None,
         ),
-        stages=stages(results, step),
+        stages=way,
         sensitivity=tuple(results.get("layers", {}).get("sensitivity", {}).values()),
         provenance=collect_provenance(training.seed, context.command, device=model.device, dtype=model.dtype),
         fidelity=compare_with_original(context, model) if options.fidelity_windows else None,
@@ -215,14 +219,19 @@ def teaching_options(arguments: Arguments) -> dict[str, Any]:
     return {name: value for name, value in losses.items() if value} | changed
 
 
-def stages(results: Mapping[str, dict[str, Any]], step: int) -> tuple[Stage, ...]:
+def tokens_of(result: Mapping[str, Any], plan: TrainingPlan) -> int:
+    """Return how many tokens a stage read; older records of trainings say their steps alone."""
+    return result["tokens"] if "tokens" in result else plan.tokens(result.get("steps", 0))
+
+
+def stages(results: Mapping[str, dict[str, Any]], plan: TrainingPlan) -> tuple[Stage, ...]:
     """Return what the converted model came to after every stage that was run, on the validation split."""
     done = {name: results[stage] for name, stage in STAGES.items() if stage in results}
     last = list(done)[-1]
     done[last] = done[last] | results["recovered_validation"]  # of the model as it was saved
     return tuple(
         Stage(
-            name, result.get("tokens", result.get("steps", 0) * step), result.get("seconds", 0.0), loss,
+            name, tokens_of(result, plan), result.get("seconds", 0.0), loss,
             result.get("tokens_per_second"), result.get("matrix_share"),
         )
         for name, result in done.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,11 +33,15 @@ class TrainingPlan:
     max_steps: int
     search_steps: int = 0
 
-    @property
-    def step_tokens(self) -> int:
-        """The tokens of a step, over all processes."""
-        rows = self.training.train_batch_size * self.training.gradient_accumulation_steps * self.training.world_size
-        return rows * round(self.data.row_tokens)
+    def tokens(self, steps: int) -> int:
+        """Return how many tokens these steps read, over all processes; the last of an epoch may have fewer rows."""
+        training, rows = self.training, len(self.data.train)
+        batch = training.train_batch_size * training.world_size
+        if training.dataloader_drop_last:
+            rows -= rows % batch
+        step = batch * training.gradient_accumulation_steps
+        epochs, more = divmod(steps, math.ceil(rows / step))
+        return (epochs * rows + min(rows, more * step)) * round(self.data.row_tokens)
 
     @property
     def candidates(self) -> Sequence[float]:

@@ -60,6 +60,7 @@ class TransferTraining(TrainingStage):
 
         (result, state), _ = with_halved_rates(self.name, "transfer_learning_rate", rate, context.directory, train_at)
         model = made["model"]
+        result["tokens"] = plan.tokens(result["steps"])
         training = context.arguments.training
         with training.main_process_first(local=False):  # the others go on when the file is there
             if training.should_save:
