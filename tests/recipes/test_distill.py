@@ -357,6 +357,7 @@ def test_heads_are_chosen_by_a_search(material, tmp_path):
     ("changes", "message"),
     [
         ({"transfer_tokens": 1600}, r"max_train_tokens leaves -64 tokens \(1856 of the other stages are part"),
+        ({"calibration_tokens": 250, "max_train_tokens": 1150}, r"leaves 126 tokens \(1024 of .*, less than one step"),
         ({"transfer_tokens": 60}, "transfer_tokens leaves 60 tokens, less than one step of 128"),
         ({"layer_search": "slope"}, "layer_search must be one of .*, with layers 'auto', or absent, got 'slope'"),
         ({"layers": "auto", "layer_search": "slop"}, "layer_search must be one of slope, .* got 'slop'"),

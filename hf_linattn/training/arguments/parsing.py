@@ -148,7 +148,8 @@ def check_budget(arguments: Arguments) -> None:
     grids: Any = (recipe.learning_rates, recipe.control_learning_rates)
     searched = recipe.lr_search_tokens if max(map(len, grids)) > 1 else None
     longer = distillation.long_block_size
-    before = recipe.calibration_tokens + distillation.transfer_tokens + distillation.long_tokens
+    calibrated = -(-recipe.calibration_tokens // data.block_size) * data.block_size  # in whole rows
+    before = calibrated + distillation.transfer_tokens + distillation.long_tokens
     share = "max_train_tokens, of which the search takes 0.15,"
     wanted = {
         "max_train_tokens": recipe.max_train_tokens - before,
