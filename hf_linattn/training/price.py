@@ -335,7 +335,7 @@ def checkpoints_at_once(training: Any) -> int:
     if getattr(training.save_strategy, "value", training.save_strategy) == "no":
         return 0
     saves = math.ceil(1 / training.save_steps) if 0 < training.save_steps < 1 else math.inf
-    return int(min(saves, (training.save_total_limit or 1) + 2))
+    return int(min(saves, training.save_total_limit + 2))
 
 
 def free_memory(device: torch.device) -> int:

@@ -67,6 +67,7 @@ from tests.training.test_task import CLASSIFIER, classified, classifier
         ("--lr_scheduler_kwargs abc", "lr_scheduler_kwargs must be JSON"),
         ("--per_device_train_batch_size 0", "per_device_train_batch_size must be at least 1, got 0"),
         ("--gradient_accumulation_steps 0", "gradient_accumulation_steps must be at least 1, got 0"),
+        ("--save_total_limit 0", "save_total_limit must be at least 1, got 0"),
         ("--learning_rate nan", "learning_rate must be above 0 and finite"),
         ("--lora_dropout 0.1", "lora_dropout must be absent where lora_rank is, got 0.1"),
         ("--lora_mechanisms False", "lora_mechanisms must be absent where lora_rank is, got False"),

@@ -33,6 +33,7 @@ REFUSED = {
 }
 LEAST = {
     "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+    "save_total_limit": 1,  # transformers takes 0 for all
     "weight_decay": 0, "mechanism_weight_decay": 0, "attention_weight_decay": 0, "head_weight_decay": 0,
     "mechanism_rate": 0, "attention_rate": 0, "head_rate": 0,
     "eval_steps": 0, "save_steps": 0, "logging_steps": 0, "neftune_noise_alpha": 0,
