@@ -110,7 +110,8 @@ class Embeddings(Task):
         if isinstance(model, LossModule):  # attention transfer
             return model
         weights = weights_of(run.arguments)
-        return EmbeddingDistillation(model, run.original(), self.modules, weights, run.windows)
+        at_once = run.arguments.training.per_device_eval_batch_size
+        return EmbeddingDistillation(model, run.original(), self.modules, weights, run.windows, at_once)
 
     def measure(
         self, run: Any, model: PreTrainedModel, options: DataArguments, windows: DocumentWindows | None = None

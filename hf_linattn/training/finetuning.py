@@ -199,7 +199,8 @@ def _mean_loss(model: LossModule, data: TrainingData, batch_size: int) -> float:
     """Return the mean loss of the validation rows."""
     total, device = 0.0, next(model.parameters()).device
     with evaluation_mode(model):
-        for batch in DataLoader(data.validation, batch_size, collate_fn=data.evaluation_collator):  # type: ignore
+        rows = model.evaluation_rows or batch_size
+        for batch in DataLoader(data.validation, rows, collate_fn=data.evaluation_collator):  # type: ignore
             inputs = {name: value.to(device) for name, value in batch.items()}
             total += float(model(**inputs)["loss"]) * len(batch["input_ids"])
     return total / len(data.validation)
@@ -291,6 +292,7 @@ def stage_arguments(
     """Return the options of the run as one Trainer of it needs them; raises what transformers says of them."""
     if isinstance(model, LossModule):
         changes |= {name: value for name, value in OF_TEXT.items() if getattr(training, name) != value}
+        changes |= {"per_device_eval_batch_size": model.evaluation_rows} if model.evaluation_rows else {}
     changes |= {
         "output_dir": str(folder),
         "remove_unused_columns": False,  # position_ids must arrive, or packed documents see each other

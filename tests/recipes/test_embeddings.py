@@ -23,16 +23,19 @@ from hf_linattn.training import pipeline
 from hf_linattn.training.arguments import DISTILLATION, DataArguments, parse_arguments
 from hf_linattn.training.base_task import TextEncoder
 from hf_linattn.training.classification import PaddingCollator
+from hf_linattn.training.data import TrainingData
 from hf_linattn.training.embeddings import Embeddings, check_weights, weights_of
+from hf_linattn.training.finetuning import stage_arguments, validation_loss
 from hf_linattn.training.loading import load_task
 from hf_linattn.training.losses.embeddings import EmbeddingDistillation, EmbeddingWeights
 from hf_linattn.training.preparation import prepare
 from hf_linattn.training.stages.recovery import RecoveredTraining
+from hf_linattn.training.trainers import RecoveryTrainer
 from tests.helpers import make_tokenizer
 from tests.models import make_model
 from tests.recipes.test_finetune import command, recorded
 from tests.sentence_models import save_sentence_model
-from tests.training.test_finetuning import REQUIRED
+from tests.training.test_finetuning import REQUIRED, make_training
 
 TABLE, LONG = 8, 16  # positions of the original, and of the converted model
 OPTIONS = {
@@ -177,6 +180,30 @@ def test_the_loss_is_what_its_formula_says(tmp_path, pooling, read_in_windows):
             errors += [((a - b).square().sum(-1) / b.square().sum(-1)).mean() for a, b in pairs]
         expected += 2.0 * float(torch.stack(errors).mean())  # of texts, which count alike, however long
     assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_validation_loss_is_that_of_groups_of_8_however_many_texts_are_read_at_a_time(tmp_path):
+    name = save_sentence_model(tmp_path)
+    (encoder, task), student = load_task(name), load_task(name)[0]
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    texts = [" ".join(f"w{5 + i * j % 40}" for j in range(3 + i % 7)) for i in range(19)]
+    rows = Dataset.from_dict({**task.modules.encode(texts, LONG), "labels": [0] * 19}).with_format("torch")
+    data, weights = TrainingData(rows, rows, evaluation_collator=PaddingCollator(0)), EmbeddingWeights(1.0, 1.0, 5.0)
+    whole = EmbeddingDistillation(student, encoder, task.modules, weights).eval()
+    batches = [PaddingCollator(0)([*rows.select(range(i, min(i + 8, 19)))]) for i in (0, 8, 16)]
+    expected = sum(float(whole(**batch)["loss"]) * len(batch["labels"]) for batch in batches) / 19
+    read: list[int] = []
+    student.register_forward_pre_hook(lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True)
+    for size, most in ((1, 1), (3, 3), (12, 8), (16, 16)):
+        loss = EmbeddingDistillation(student, encoder, task.modules, weights, at_once=size)
+        training = make_training(tmp_path / "out", per_device_eval_batch_size=size)
+        trainer = RecoveryTrainer(loss, stage_arguments(loss, training, tmp_path / "out"), data)
+        found = validation_loss(loss, data, size), trainer.evaluate()["eval_loss"]
+        assert found == pytest.approx((expected, expected), rel=1e-5), size
+        assert max(read) == most
+        read.clear()
 
 
 def test_tokens_are_those_of_sentence_transformers_with_its_prompt(tmp_path):

@@ -4,7 +4,8 @@
         + cosine_weight mean_b (1 - cos(e_b, e'_b))
         + similarity_weight mean_{b != c} (cos(e_b, e_c) - cos(e'_b, e'_c))^2
 
-h_i: hidden state of token i after a layer, e_b: embedding of text b of a batch, with a prime those of the original.
+h_i: hidden state of token i after a layer, e_b: embedding of text b of a batch, with a prime those of the original. In
+evaluation the texts are compared in groups of `COMPARED`, however many are read at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hf_linattn.inference import accepted
 from hf_linattn.sentence_models import SentenceModel
 from hf_linattn.training.losses.distillation import hidden_error
 from hf_linattn.training.losses.loss_module import LossModule
+
+COMPARED = 8  # texts of an evaluation, with each other; as many as a batch of it has by default
 
 
 class EmbeddingWeights(NamedTuple):
@@ -36,32 +39,45 @@ class EmbeddingDistillation(LossModule):
         student: is trained. original: gives what is to be learnt; in eval mode, neither trained nor saved.
         modules: make embeddings of hidden states. weights: of the parts of the loss.
         windows: in which the original reads texts that are too long for it; None: whole.
+        at_once: how many texts are read at a time in evaluation.
     """
 
     def __init__(
         self, student: nn.Module, original: nn.Module, modules: SentenceModel, weights: EmbeddingWeights,
-        windows: DocumentWindows | None = None,
+        windows: DocumentWindows | None = None, at_once: int = COMPARED,
     ):  # fmt: skip
         super().__init__()
         self.student = student
         self._model = (original.eval().requires_grad_(False),)
         self._modules_of_folder, self._weights, self._windows = modules, weights, windows
+        self._at_once, self.evaluation_rows = at_once, max(COMPARED, at_once // COMPARED * COMPARED)
 
     def measure(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the `loss` for `input_ids` and `attention_mask` [B, N], padded on the right."""
-        mask, weights = inputs["attention_mask"], self._weights
+        weights, rows = self._weights, len(inputs["input_ids"])
+        read, compared = (rows, rows) if self.training else (self._at_once, COMPARED)
+        parts = [{name: x[i : i + read] for name, x in inputs.items()} for i in range(0, rows, read)]
+        found, wanted, errors = zip(*map(self._compare, parts), strict=True)
+        got, want = torch.cat(found), torch.cat(wanted)
+        loss = weights.cosine * (1 - (got * want).sum(-1)).mean() + weights.hidden * sum(errors) / rows
+        if weights.similarity:
+            groups = zip(got.split(compared), want.split(compared), strict=True)
+            total = sum(len(g) * similarity_error(g, w) for g, w in groups if len(g) > 1)
+            loss = loss + weights.similarity * total / rows
+        return {"loss": loss}
+
+    def _compare(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return embeddings of texts by the student and by the original [B, D], and the sum of their `hidden_error`.
+        """
         with torch.no_grad():
             if self._windows is None:
                 wanted, want = self._read(self._model[0], inputs)
             else:
                 wanted, want = None, self._modules_of_folder.embed(self._model[0], inputs, self._windows)
         found, got = self._read(self.student, inputs)
-        loss = weights.cosine * (1 - (got * want).sum(-1)).mean()
-        if weights.hidden and wanted is not None:
-            loss = loss + weights.hidden * hidden_error(found, wanted, mask)
-        if weights.similarity and len(got) > 1:
-            loss = loss + weights.similarity * similarity_error(got, want)
-        return {"loss": loss}
+        if not self._weights.hidden or wanted is None:
+            return got, want, 0.0
+        return got, want, hidden_error(found, wanted, inputs["attention_mask"]) * len(got)
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """Have the student compute activations anew, as a Trainer asks for it."""

@@ -10,7 +10,12 @@ class LossModule(nn.Module):
 
     What it only looks at, such as a teacher, a subclass keeps in a tuple: no submodule, so neither saved nor moved nor
     trained. The signature is spelt out because a Trainer passes a model with `**kwargs` more than its inputs.
+
+    Attributes:
+        evaluation_rows: how many rows an evaluation gives it at a time; None: as many as the options say.
     """
+
+    evaluation_rows: int | None = None
 
     def forward(
         self,
