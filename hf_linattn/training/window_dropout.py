@@ -17,7 +17,7 @@ class WindowDropout(TrainerCallback):
     """Shuts the windows of hybrid mechanisms for some steps, so that the model cannot hide behind them.
 
     In each step the window of each hybrid, in a layer or on some of its heads, shows a query its own key alone with a
-    probability that falls linearly from `probability` to zero over the run; sinks stay. (Scheduled sliding-window
+    probability that falls linearly from `probability` to zero over a training; sinks stay. (Scheduled sliding-window
     dropout, 2025, arXiv 2510.05901.) Where windows count in blocks, as with hard keys or a delta rule, a query's own
     block and the hard keys stay, too. Which windows are shut depends on the seed and the step alone, so a resumed run
     shuts the same ones.

@@ -85,6 +85,20 @@ def test_head_and_pooler_have_a_rate_of_their_own(architecture, convert):
         assert found[id(parameter)] == (pytest.approx(0.5 if name in head else 0.1), decay), name
 
 
+@pytest.mark.parametrize("targets", [None, ["q_proj", "up_proj", "lm_head"]])
+def test_an_output_projection_that_is_not_tied_is_a_head_and_adapters_are_of_their_places(targets):
+    model = patch_model(make_model("llama", tie_word_embeddings=False), "linear")
+    model = model if targets is None else add_adapters(model, rank=2, target_modules=targets)
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.SGD(names.values(), lr=0.1)
+    options = SimpleNamespace(**{**dict.fromkeys(RATES), "mechanism_rate": 1, "attention_rate": 3, "head_rate": 5})
+    group_parameters(optimizer, model, options, ())
+    found = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    rates = {"self_attn": 0.3, "lm_head": 0.5, "mlp": 0.1}
+    seen = {place: {round(found[id(p)], 6) for name, p in names.items() if place in name} for place in rates}
+    assert seen == {place: {rate} for place, rate in rates.items()}
+
+
 def test_an_optimizer_of_other_tensors_is_refused():
     model, options = patch_model(make_model("gpt2"), "hedgehog"), SimpleNamespace(**RATES)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)

@@ -66,7 +66,11 @@ class DistillationArguments:
         },
     )
     fading_teacher: bool = field(
-        default=False, metadata={"help": "kl_weight and hidden_weight fall linearly to zero over the run."}
+        default=False,
+        metadata={
+            "help": "kl_weight and hidden_weight fall linearly to zero over the training, and again over that of"
+            " longer rows."
+        },
     )
     long_tokens: int = field(
         default=0, metadata={"help": "Training tokens of a last stage on longer rows, without a search."}
@@ -84,7 +88,9 @@ class DistillationArguments:
     )
     window_dropout: float = field(
         default=0.0,
-        metadata={"help": "Probability, falling to 0, that a hybrid layer's window is shut for a training step."},
+        metadata={
+            "help": "Probability, falling to 0 over a training, that a hybrid layer's window is shut for a step."
+        },
     )
 
     def __post_init__(self) -> None:

@@ -80,10 +80,15 @@ class FinetuningArguments(TrainingArguments):
         default=1.0, metadata={"help": "The mechanisms' learning rate (maps, gates, decays), times that of the rest."}
     )
     attention_rate: float = field(
-        default=1.0, metadata={"help": "That of the projections around attention, or of adapters, times the rest's."}
+        default=1.0,
+        metadata={"help": "That of the projections around attention, or of the adapters on these, times the rest's."},
     )
     head_rate: float = field(
-        default=1.0, metadata={"help": "That of a classifier's head and pooler, times the rest's."}
+        default=1.0,
+        metadata={
+            "help": "That of what answers, times the rest's: a classifier's head and pooler, or an untied output"
+            " projection."
+        },
     )
     mechanism_weight_decay: float | None = field(
         default=None, metadata={"help": "Weight decay of the mechanisms; default: weight_decay."}

@@ -42,8 +42,8 @@ class Teacher:
         ce_weight: of the text's own cross-entropy.
         temperature: divides the logits of both in the divergence, which is multiplied by its square.
         top_k: compare that many of the teacher's likeliest tokens one by one, all others as one; None: all of them.
-        fading: kl_weight and hidden_weight fall linearly to zero over the run. A student that trains longer on a text
-            than its teacher did comes to know it better.
+        fading: kl_weight and hidden_weight fall linearly to zero over a training. A student that trains longer on a
+            text than its teacher did comes to know it better.
         windows: in which a classifier reads documents that are too long for it, its answers pooled; None: whole.
         answers: which it has given of documents in windows.
         kept: where its `top_k` likeliest tokens are kept for the next time that a row is seen; None: nowhere.
