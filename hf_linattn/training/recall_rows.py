@@ -53,12 +53,14 @@ def with_recall(
 def recall_prompts(
     tokenizer: PreTrainedTokenizerBase, length: int, count: int, haystack: Sequence[str], seed: int
 ) -> list[RecallPrompt]:
-    """Return `count` prompts of all tasks in turn, none of which is in a test."""
-    each = -(-count // len(RECALL_TASKS))
-    made = [
-        make_prompts(task, tokenizer, length, count=each, seed=FIRST_SEED + seed, haystack=haystack)[:each]
-        for task in RECALL_TASKS
-    ]
+    """Return `count` prompts of all tasks in turn, each a question of its own, none of which is in a test.
+
+    Of a multiple choice the places of the options turn from question to question.
+    """
+    each, made = -(-count // len(RECALL_TASKS)), list[list[RecallPrompt]]()
+    for name, task in RECALL_TASKS.items():
+        asked = make_prompts(name, tokenizer, length, count=each, seed=FIRST_SEED + seed, haystack=haystack)
+        made.append([asked[i * task.rotations + i % task.rotations] for i in range(each)])
     return [prompt for prompts in zip(*made, strict=True) for prompt in prompts][:count]
 
 

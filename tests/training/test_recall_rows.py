@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from hf_linattn.errors import OptionError
 from hf_linattn.evaluation.recall import RECALL_TASKS, make_prompts
+from hf_linattn.training import recall_rows
 from hf_linattn.training.data import TrainingData, tokenize_and_pack
 from hf_linattn.training.recall_rows import recall_prompts, recall_row, with_recall
 from tests.evaluation.recall_reader import byte_tokenizer
@@ -54,6 +55,14 @@ def test_the_tasks_come_in_turn_and_are_none_of_a_test(tokenizer):
     assert all(len(prompt.prompt_ids) + len(prompt.answer_ids) <= LENGTH for prompt in prompts)
     tested = make_prompts("single_noise", tokenizer, LENGTH, count=2, seed=0, haystack=TEXTS)
     assert not {tuple(prompt.answer_ids) for prompt in tested} & {tuple(prompt.answer_ids) for prompt in prompts}
+
+
+def test_needles_of_every_task_are_spread_over_the_depths(tokenizer, monkeypatch):
+    own = {name: RECALL_TASKS[name] for name in ("single_noise", "multiple_choice")}
+    monkeypatch.setattr(recall_rows, "RECALL_TASKS", own)
+    prompts = recall_prompts(tokenizer, 900, 10, TEXTS, seed=0)
+    for task in own:
+        assert [prompt.depth for prompt in prompts if prompt.task == task] == [0.1, 0.3, 0.5, 0.7, 0.9]
 
 
 @pytest.mark.parametrize("first", [0, 2])  # where the positions of the model begin
