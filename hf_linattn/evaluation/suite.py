@@ -228,10 +228,9 @@ def _task_measurements(run: TaskRun, long_prompts: bool) -> list[Measurement]:
         for name, values in run.values.items()
     ]  # fmt: skip
     written = [x for x in run.answers if x.generated is not None]
-    says = {
-        "generated": [x.written == x.target for x in written],
-        "agreement": [x.written == x.chosen for x in written],
-    }
+    says = {"generated": [x.written == x.target for x in written]}
+    if min(run.num_choices) > 1:  # with one, to choose it is to write it
+        says["agreement"] = [x.written == x.chosen for x in written]
     return found + [
         Measurement("tasks", run.task, name, tuple(map(float, own)), run.prompt_tokens[: len(own)], facts=facts)
         for name, own in says.items()

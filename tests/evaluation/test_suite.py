@@ -196,6 +196,12 @@ def test_means_are_those_of_the_tasks_beside_chance(measured):
     assert {row.longer_than_window for row in rows if row.facts.get("long_prompts")} == {1.0}
 
 
+def test_agreement_is_given_where_there_is_a_choice(measured):
+    found = {(x.name, x.metric) for x in measured["converted"]}
+    assert {("piqa", "agreement"), ("piqa", "generated"), ("lambada_openai", "generated")} <= found
+    assert ("lambada_openai", "agreement") not in found
+
+
 def test_recall_is_what_its_own_function_returns(spelling):
     model = make_original(vocab_size=len(spelling))
     options = SuiteOptions(recall_tasks=("multiple_choice", "single_noise"), lengths=(256,), num_samples=3)
