@@ -27,12 +27,13 @@ def render_conversations(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase
             lists, as a `Sequence` of such turns is read. A content may be a list of parts, all of them texts.
 
     Returns:
-        columns `text`, and `answers`: the places [first character, one past the last] of the assistant's turns.
+        columns `text`, and `answers`: the places [first character, one past the last] of the assistant's turns, but
+            of a greeting: a first turn answers nobody.
 
     Raises:
         DataError: the tokenizer has no chat template or is none of the fast ones, a conversation has no answer, has
-            a content that is no text or is refused by the template, or the template writes earlier turns otherwise
-            when there are later ones.
+            a content that is no text or is refused by the template, the template writes earlier turns otherwise
+            when there are later ones, or asks for an answer with what no answer begins with.
     """
     if not tokenizer.chat_template:
         raise DataError("completion_only=True: the tokenizer has no chat_template; set one, or leave it out")
@@ -97,8 +98,8 @@ def _is_text(part: Mapping[str, Any]) -> bool:
 def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the `text` of a conversation and the places of its `answers`; see `render_conversations`."""
     turns = turns_of(given)
-    answers = [i for i, turn in enumerate(turns) if turn.get("role") == ASSISTANT]
-    if not answers or not answers[0]:
+    answers = [i for i, turn in enumerate(turns) if i and turn.get("role") == ASSISTANT]
+    if not answers:
         raise DataError(
             f"a conversation with the roles {', '.join(str(turn.get('role')) for turn in turns)} has no answer of the"
             f" {ASSISTANT!r} to somebody else; leave such rows out, or leave completion_only out"
@@ -116,10 +117,16 @@ def conversation(given: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
     text, places = written(len(turns)), []
     for index in answers:
         before, after = written(index, asks=True), written(index + 1)
-        if not (after.startswith(before) and text.startswith(after)):
+        if not text.startswith(after):
             raise DataError(
                 "completion_only=True: the chat template writes earlier turns otherwise once there are later ones, so"
                 " answers cannot be told apart; give conversations of one answer, or another chat_template"
+            )
+        if not after.startswith(before):
+            opening = before.removeprefix(written(index))
+            raise DataError(
+                f"completion_only=True: the chat template asks for an answer with {opening[-SHOWN:]!r}, and writes one"
+                " that does not begin so; give answers that do, or a chat_template that asks without it"
             )
         places.append([len(before), len(after)])
     return {"text": text, ANSWERS: places}

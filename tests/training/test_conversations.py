@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}|{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+THINKING = TEMPLATE.replace("] {% endif", "] <think>{% endif")
 TURNS = [
     {"role": "user", "content": "what is one"}, {"role": "assistant", "content": "a number"},
     {"role": "user", "content": "and é"}, {"role": "assistant", "content": "a lètter"},
@@ -192,6 +193,7 @@ def test_rows_without_an_answer_are_left_out(tokenizer):
     [
         (TURNS[:1], TEMPLATE, "a conversation with the roles user has no answer"),
         (TURNS[1:2], TEMPLATE, "a conversation with the roles assistant has no answer"),
+        (TURNS[:2], THINKING, "asks for an answer with '.assistant. <think>', and writes one that does not"),
         (TURNS, "{{ messages[-1]['content'] }}", "writes earlier turns otherwise once there are later ones"),
         (TURNS, "{{ raise_exception('no roles') }}", "the chat template refuses a conversation .no roles."),
         (TURNS, "{{ 1 + messages[0]['role'] }}", "the chat template refuses a conversation .unsupported operand"),
@@ -203,6 +205,15 @@ def test_conversations_whose_answers_cannot_be_told_are_refused(tokenizer, turns
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message):
         conversation(turns, tokenizer)
+
+
+def test_a_greeting_answers_nobody_and_an_answer_may_begin_as_it_is_asked_for(tokenizer):
+    tokenizer.chat_template = THINKING
+    thought = {"role": "assistant", "content": "<think>hm</think>a number"}
+    written = conversation([TURNS[1], TURNS[0], thought], tokenizer)
+    (place,) = written["answers"]
+    assert written["text"].startswith("[assistant] a number|[user] what is one|")
+    assert written["text"][slice(*place)] == "hm</think>a number|"
 
 
 def test_the_option_asks_for_a_template_for_turns_and_for_a_causal_model(tokenizer, tmp_path):
