@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from ..config import require, require_finite
 from .recall.measure import Z, wilson_interval
@@ -49,19 +50,21 @@ class Difference:
     win_and_tie: float
 
 
-def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
-    """Return mean and interval: mean +- t s / sqrt(n), t Student's quantile of n - 1 degrees of freedom.
+def mean_score(values: Sequence[float], logarithmic: bool = False, groups: Sequence[Hashable] = ()) -> Score:
+    """Return mean and interval, that of `half_width`.
 
     Where all values are 0 or 1 the interval is Wilson's (1927), which keeps its width when all are the same.
 
-    logarithmic: values are logarithms, as losses are, and the score is exp of their mean: a perplexity.
+    Args:
+        logarithmic: values are logarithms, as losses are, and the score is exp of their mean: a perplexity.
+        groups: as for `half_width`, of values that are no answers.
 
     >>> mean_score([2.0, 4.0])
     Score(value=3.0, low=-9.706..., high=15.706...)
     """
     require("values", len(values), len(values) > 0, "at least one item")
     require_finite("values", values)
-    value, low, high = _interval(values)
+    value, low, high = _interval(values, groups)
     if not logarithmic and _are_answers(values):
         return Score(value, *wilson_interval(value, len(values)))
     if not logarithmic:
@@ -71,11 +74,13 @@ def mean_score(values: Sequence[float], logarithmic: bool = False) -> Score:
 
 def paired_difference(
     of: str, to: str, values: Sequence[float], others: Sequence[float], *, higher_is_better: bool = True,
-    tolerance: float = 0.0,
+    tolerance: float = 0.0, groups: Sequence[Hashable] = (),
 ) -> Difference:
     """Return the difference of two models on the same items, in the same order.
 
-    tolerance: up to this difference an item is a tie.
+    Args:
+        tolerance: up to this difference an item is a tie.
+        groups: as for `half_width`, of values that are no answers.
 
     >>> paired_difference("converted", "original", [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]).win_and_tie
     0.6666666666666666
@@ -88,26 +93,38 @@ def paired_difference(
     wins, losses = (sum(sign * gain > tolerance for gain in gains) for sign in (1, -1))
     shares = wins / count, (count - wins - losses) / count, losses / count, (count - losses) / count
     answers = _are_answers(values) and _are_answers(others)
-    return Difference(of, to, *(_newcombe(values, others) if answers else _interval(differences)), *shares)
+    return Difference(of, to, *(_newcombe(values, others) if answers else _interval(differences, groups)), *shares)
 
 
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean of two or more values: Student's.
+def half_width(values: Sequence[float], groups: Sequence[Hashable] = ()) -> float:
+    """Return half of the 95 % interval of the mean of two or more values: t s, t Student's of G - 1 degrees.
 
-    >>> half_width([2.0, 4.0])
-    12.706...
+    Groups of values are independent, those of one group need not be (Liang and Zeger 1986, Biometrika 73:13-22):
+    s^2 = G / (G - 1) sum_g (sum of the values of g, each less the mean)^2 / n^2, G groups, n values. Where each value
+    is a group, s is the standard error.
+
+    Args:
+        groups: the group of each value, as the document of a window; of one group, or without, each is one of its own.
+
+    >>> half_width([2.0, 4.0]), half_width([2.0, 2.0, 4.0, 4.0], "aabb")
+    (12.706..., 12.706...)
     """
-    degrees = len(values) - 1
+    mean, sums = fmean(values), defaultdict[Hashable, float](float)
+    own = groups if len({*groups}) > 1 else range(len(values))
+    for value, group in zip(values, own, strict=True):
+        sums[group] += value - mean
+    degrees = len(sums) - 1
+    error = math.sqrt(len(sums) / degrees * math.fsum(x**2 for x in sums.values())) / len(values)
     expansion = Z + sum(term / degrees**power for power, term in enumerate(TERMS, 1))
     quantile = FEW_DEGREES[degrees - 1] if degrees <= len(FEW_DEGREES) else expansion
-    return quantile * stdev(values) / math.sqrt(len(values))
+    return quantile * error
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+def _interval(values: Sequence[float], groups: Sequence[Hashable]) -> tuple[float, float | None, float | None]:
     mean = fmean(values)
     if len(values) < 2:
         return mean, None, None
-    half = half_width(values)
+    half = half_width(values, groups)
     return mean, mean - half, mean + half
 
 

@@ -30,6 +30,8 @@ class Measurement:
         logarithmic: the score is exp of the mean of the values, losses in nats.
         facts: what else is the same for all models, such as the number of examples.
         answers: of each item of a task.
+        groups: the group of each item, such as the document of a window, for intervals over these; none: each item is
+            one of its own.
     """
 
     suite: str
@@ -41,6 +43,7 @@ class Measurement:
     logarithmic: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     answers: tuple[Answer, ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -154,10 +157,12 @@ def _mean(rows: Sequence[Row]) -> TaskMean:
 
 def _row(found: Mapping[str, Measurement], window: int | None) -> Row:
     one = found["converted"]
-    scores = {role: mean_score(x.values, x.logarithmic) for role, x in found.items()}
+    scores = {role: mean_score(x.values, x.logarithmic, x.groups) for role, x in found.items()}
     pairs = [("converted", "original"), ("converted", "control"), ("control", "original")]
     differences = tuple(
-        paired_difference(of, to, found[of].values, found[to].values, higher_is_better=one.higher_is_better)
+        paired_difference(
+            of, to, found[of].values, found[to].values, higher_is_better=one.higher_is_better, groups=one.groups
+        )
         for of, to in pairs
         if of in found and to in found
     )

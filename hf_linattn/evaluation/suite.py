@@ -83,7 +83,8 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
     """Return perplexity on whole windows of the texts, without overlap, and the loss by position in them.
 
     The perplexity is exp of the mean loss of all tokens but the first of each window. Windows are the first ones of as
-    many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`.
+    many texts as there are, then their next ones. Positions come in the buckets of `doubling_edges`. Intervals are
+    over texts, as windows of one are alike, or over the windows of a single one.
     """
     require("texts", len(options.texts), bool(options.texts), "text files to read")
     options = limited(model, ["language"], options)
@@ -93,13 +94,15 @@ def language(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: Suit
         model, windows[chosen], documents[chosen], batch_size=options.batch_size, progress=options.progress
     ).losses
     require_finite_loss(model, float(losses.mean()))
-    tokens = (options.length,) * len(chosen)
-    found = [Measurement("language", "text", "perplexity", tuple(losses.mean(1).tolist()), tokens, False, True)]
+    tokens, groups = (options.length,) * len(chosen), tuple(documents[chosen].tolist())
+    values = tuple(losses.mean(1).tolist())
+    found = [Measurement("language", "text", "perplexity", values, tokens, False, True, groups=groups)]
     for first, end in pairwise(doubling_edges(options.length)):
         means = losses[:, max(0, first - 1) : end - 1].mean(1)  # the first token has none
         facts = {"first": first, "last": end - 1}
         name = f"positions {first:,} to {end - 1:,}"
-        found.append(Measurement("language", name, "loss", tuple(means.tolist()), tokens, False, facts=facts))
+        values = tuple(means.tolist())
+        found.append(Measurement("language", name, "loss", values, tokens, False, facts=facts, groups=groups))
     return found
 
 

@@ -17,6 +17,7 @@ CAPTION = (
     "95 % intervals, differences item by item, a perplexity's in nats; as good: items on which the converted model is"
     " as good or better"
 )
+OVER = "intervals of language are over texts, or over the windows of a single one"
 
 
 def suite_table(report: SuiteReport) -> Table:
@@ -31,9 +32,10 @@ def suite_table(report: SuiteReport) -> Table:
     cells = {"test": [f"{row.name}: {row.metric}" for row in rows]}
     cells |= {head: column for head, column in facts.items() if len({*column}) > 1}
     cells |= {head: column for head, cell in SCORES.items() if {*(column := [cell(row) for row in rows])} != {NONE}}
+    captions = [*common, CAPTION, *([OVER] if any(row.suite == "language" for row in rows) else [])]
     window = "no window" if report.window is None else f"window {report.window:,}"
     table = console_table(
-        *cells, numbers=True, title=f"{report.model}, {window}", caption="; ".join([*common, CAPTION]),
+        *cells, numbers=True, title=f"{report.model}, {window}", caption="; ".join(captions),
         box=box.SIMPLE, padding=0, show_edge=False,
     )  # fmt: skip
     for line in zip(*cells.values(), strict=True):

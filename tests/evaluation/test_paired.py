@@ -10,6 +10,8 @@ from scipy import stats
 
 from hf_linattn import OptionError
 from hf_linattn.evaluation.paired import half_width, mean_score, paired_difference
+from hf_linattn.evaluation.side_by_side import Measurement, SuiteReport, compare
+from hf_linattn.evaluation.suite_table import OVER, suite_table
 
 FIRST = [0.3, -1.2, 2.5, 0.0, 4.1, 0.7, 0.7]
 SECOND = [0.1, -1.0, 2.5, 0.5, 3.0, 0.7, 0.2]
@@ -41,6 +43,23 @@ def test_few_values_have_the_interval_of_student(count):
     values = [(i * i) % 7 + 0.5 * i for i in range(count)]
     expected = stats.t(count - 1, statistics.fmean(values), stats.sem(values)).interval(0.95)
     assert half_width(values) == pytest.approx((expected[1] - expected[0]) / 2, rel=2e-4)
+
+
+def test_items_of_a_group_are_as_one_where_groups_are_equal_and_no_others():
+    """The windows of three texts, each read twice: an interval that takes them for independent is too narrow."""
+    means, groups = [1.0, 2.0, 4.0], (0, 1, 2, 0, 1, 2)
+    values, others = ([x + y for y in (-0.2, 0.2) for x in row] for row in (means, [1.5, 1.0, 0.5]))
+    error = stats.sem(means) * stats.t.ppf(0.975, 2)
+    assert half_width(values, groups) == pytest.approx(error, rel=1e-6) and error > 1.5 * half_width(values)
+    assert half_width(values, [7] * 6) == half_width(values)
+    measured = {role: [Measurement("language", "text", "perplexity", tuple(x), (9,) * 6, False, True, groups=groups)]
+                for role, x in (("converted", values), ("original", others))}  # fmt: skip
+    (row,) = compare(measured, None)
+    assert math.log(row.converted.high / row.converted.value) == pytest.approx(error, rel=1e-6)
+    (pair,) = row.differences
+    gaps = [-0.5, 1.0, 3.5]
+    assert (pair.high - pair.low) / 2 == pytest.approx(stats.sem(gaps) * stats.t.ppf(0.975, 2), rel=1e-6)
+    assert str(suite_table(SuiteReport("m", "o", None, None, (row,), ())).caption).endswith(OVER)
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def test_perplexities_side_by_side_are_what_each_model_has_alone(models, measure
     assert text.differences[0].value == pytest.approx(float(gap.mean()), abs=1e-4)
     assert text.differences[0].wins == pytest.approx(float((gap < 0).double().mean()))
     assert (text.num_items, text.prompt_tokens, text.longer_than_window) == (5, (15, 15, 15), 1.0)
+    assert {x.groups for x in measured["converted"] if x.suite == "language"} == {(0, 1, 0, 1, 0)}, "the texts"
 
 
 def test_loss_by_position_is_read_from_the_first_windows_of_all_texts(tokenizer):
