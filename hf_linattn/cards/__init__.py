@@ -1,6 +1,6 @@
 """Model cards: what a converted model is, in plain words and as metadata for the Hub."""
 
-from .base import Base, check_hub_id, read_base
+from .base import Base, check_hub_id, is_hub_id, read_base
 from .conversion import (
     Calibrated,
     Conversion,
@@ -32,6 +32,7 @@ __all__ = [
     "check_hub_id",
     "conversion_card",
     "in_bytes",
+    "is_hub_id",
     "layers_in_words",
     "library_of",
     "loader_of",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import yaml
 from huggingface_hub import metadata_load
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils import cached_file
 
 from ..config import require
@@ -19,7 +20,6 @@ from ..reading import one_line
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TAKEN = ("license", "license_name", "license_link", "language")  # fields of the metadata that hold for the result, too
 LICENCE_FILES = ("LICENSE", "LICENSE.md", "LICENSE.txt")
 IN_A_FILE = "other"  # the Hub's name for a licence that stands in a file
@@ -53,7 +53,7 @@ def read_base(name: str, hub_id: str | None = None) -> Base:
     check_hub_id(hub_id)
     folder = Path(name)
     if not folder.is_dir():
-        own = name if HUB_ID.fullmatch(name) else None
+        own = name if is_hub_id(name) else None
         return Base((hub_id or name).rpartition("/")[2], hub_id or own, _read_card(_fetch_card(name)))
     metadata = _read_card(folder / CARD)
     licence = next((folder / file for file in LICENCE_FILES if (folder / file).is_file()), None)
@@ -62,9 +62,22 @@ def read_base(name: str, hub_id: str | None = None) -> Base:
     return Base((hub_id or folder.resolve().name).rpartition("/")[2], hub_id, metadata, licence)
 
 
+def is_hub_id(name: str) -> bool:
+    """Return whether the Hub takes a name.
+
+    >>> [is_hub_id(name) for name in ("gpt2", "me/gpt2", "./gpt2", "../gpt2", "/models/gpt2")]
+    [True, True, False, False, False]
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def check_hub_id(hub_id: str | None) -> None:
     """Raise `OptionError` unless the name of a base is one on the Hub, or absent."""
-    valid = hub_id is None or HUB_ID.fullmatch(hub_id) is not None
+    valid = hub_id is None or is_hub_id(hub_id)
     require("base_model", hub_id, valid, "a name on the Hub, like gpt2 or HuggingFaceTB/SmolLM2-135M")
 
 

@@ -69,16 +69,13 @@ def push(
 
 def check_names(folder: Path, repository: str) -> None:
     """Raise an error unless there is such a folder, and the repository can have this name."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from ..cards import is_hub_id
 
     if not folder.is_dir():
         first = "the folder comes first, then the name on the Hub" if Path(repository).is_dir() else GIVE_CONVERTED
         raise CheckpointError(f"folder={str(folder)!r}: there is no such folder; {first}")
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise OptionError(f"repository={repository!r} is no name on the Hub; give user/name") from error
+    if not is_hub_id(repository):
+        raise OptionError(f"repository={repository!r} is no name on the Hub; give user/name")
 
 
 def warn_without_tokenizer(folder: Path) -> None:

@@ -119,5 +119,6 @@ def test_a_push_that_fails_changes_nothing(places, monkeypatch, folder, reposito
 def test_the_base_is_named_by_its_name_on_the_hub_alone(tmp_path):
     assert read_base("me/absent-model").hub_id == "me/absent-model" and read_base("me/absent-model").metadata == {}
     assert read_base(str(tmp_path)).hub_id is None and read_base(str(tmp_path)).title == tmp_path.name
+    assert {read_base(name).hub_id for name in ("./gone", "../gone", "/models/gone", "runs/--gone")} == {None}
     with pytest.raises(OptionError, match="base_model must be a name on the Hub"):
         read_base(str(tmp_path), "no such/na/me")
