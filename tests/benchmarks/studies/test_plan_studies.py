@@ -142,9 +142,9 @@ def test_windows_of_equal_bytes_are_those_of_the_length_that_is_measured(tmp_pat
 def test_one_head_is_exchanged_where_the_plan_has_it():
     places = {"heads": [3] * 18, "scores": [[0.1] * 3] * 18, "replace": WINDOWED}
     with_it, without = (ChosenPlan.of(replace(RECORD, kept=kept, **places)) for kept in ([[2, 0], [15, 2]], [[2, 0]]))
-    ((name, plan),) = choose_plan.exchanged(with_it)
-    assert plan.record.kept == [[2, 0], [17, 0]] and name == choose_plan.EXCHANGED_HEADS
-    assert list(choose_plan.exchanged(without)) == []
+    ((name, plan),) = choose_plan.exchanged(choose_plan.CAREFUL_HEADS, with_it)
+    assert plan.record.kept == [[2, 0], [17, 0]] and name.endswith("text, a round each, one exchanged by hand")
+    assert list(choose_plan.exchanged(choose_plan.FIRST_HEADS, without)) == []
 
 
 def test_prompts_are_counted_of_the_kinds_that_are_shown():
