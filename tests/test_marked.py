@@ -322,6 +322,7 @@ def test_parts_are_undone_and_run_as_softmax_by_the_whole():
 @each_family
 def test_the_class_of_a_converted_model_loads_it_and_its_config_class_does_not(tmp_path, caplog, monkeypatch, name):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
     model = patch_model(FAMILIES[name](), "linear")
     model.save_pretrained(tmp_path)
     assert get_patch_config(type(model).from_pretrained(tmp_path)) == get_patch_config(model)
