@@ -38,26 +38,25 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in the code of a forward that goes thro
 
 def self_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> self-attention module in order, or raise `UnsupportedModelError` saying what is missing."""
-    found = _find_attention(model, across=False)
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} declares no attention layers (_can_record_outputs['attentions']): either it has"
-            " none, or its code predates transformers' attention interface; use a model that goes through that"
-            " interface"
-        )
-    _require_replaceable(model, found)
-    _require_apart(model, found)
-    return found
+    return _replaceable(
+        model, False, "no attention layers (_can_record_outputs['attentions']): either it has none, or its code"
+        " predates transformers' attention interface; use a model that goes through that interface",
+    )  # fmt: skip
 
 
 def cross_attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return path -> module of the layers that attend to an encoder's tokens; raise as `self_attention_modules`."""
-    found = _find_attention(model, across=True)
+    return _replaceable(
+        model, True, "no cross-attention layers (_can_record_outputs['cross_attentions']): cross_attention= is for"
+        " these; leave it out",
+    )  # fmt: skip
+
+
+def _replaceable(model: PreTrainedModel, across: bool, missing: str) -> dict[str, nn.Module]:
+    """Return the attention modules of one kind, or raise `UnsupportedModelError`: `missing`, or why one must stay."""
+    found = _find_attention(model, across)
     if not found:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} declares no cross-attention layers (_can_record_outputs['cross_attentions']):"
-            " cross_attention= is for these; leave it out"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} declares {missing}")
     _require_replaceable(model, found)
     _require_apart(model, found)
     return found
@@ -77,10 +76,7 @@ def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) ->
     """Raise `UnsupportedModelError` unless all go through transformers' interface and choose no keys themselves."""
     family = type(model).__name__
     for path, module in found.items():
-        code = inspect.unwrap(type(module).forward).__code__
-        if INTERFACE not in code.co_names or not isinstance(
-            getattr(module, "config", None), PreTrainedConfig
-        ):
+        if not _calls_interface(module) or not isinstance(getattr(module, "config", None), PreTrainedConfig):
             raise UnsupportedModelError(
                 f"{family}: {path} ({type(module).__name__}) computes its attention itself and not through"
                 f" transformers' attention interface{_position_bias_note(module)}, so it cannot be replaced"
@@ -92,12 +88,23 @@ def _require_replaceable(model: PreTrainedModel, found: dict[str, nn.Module]) ->
                 raise UnsupportedModelError(
                     f"{family}: {path} ({kind}) chooses its keys by a part of its own ({part}): it is sparse already"
                 )
-        if "position_bias" in code.co_varnames and getattr(module, "position_embeddings_type", "") not in UNBIASED:
+        own = "position_bias" in getattr(_code_of(module), "co_varnames", ())
+        if own and getattr(module, "position_embeddings_type", "") not in UNBIASED:
             raise _adds_bias(family, path, module)
+    tables = {path: module for path, module in model.named_modules() if BIAS_TABLE in module._parameters}
+    adding = owners(model, tables)  # to the mask of their layers
     for owner in owners(model, found):
-        for path, module in owner.named_modules():
-            if BIAS_TABLE in module._parameters:  # the model adds it to the mask of its layers
-                raise _adds_bias(family, path, module)
+        for path, module in adding.get(owner, {}).items():
+            raise _adds_bias(family, path, module)
+
+
+def _code_of(module: nn.Module) -> Any:
+    """Return the code of a module's forward, None where it is compiled, as in TorchScript."""
+    return getattr(inspect.unwrap(getattr(type(module), "forward", None)), "__code__", None)  # type: ignore[arg-type]
+
+
+def _calls_interface(module: nn.Module) -> bool:
+    return INTERFACE in getattr(_code_of(module), "co_names", ())
 
 
 def _adds_bias(family: str, path: str, module: nn.Module) -> UnsupportedModelError:
@@ -171,7 +178,7 @@ def undeclared_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
         path: module
         for path, module in model.named_modules()
         if path not in declared
-        and INTERFACE in inspect.unwrap(type(module).forward).__code__.co_names
+        and _calls_interface(module)
         and not CROSSING.search(path)
         and not POOLING.search(type(module).__name__)
     }

@@ -16,6 +16,10 @@ from transformers import (
     AutoModel,
     BeitConfig,
     BeitModel,
+    DetrConfig,
+    MaskFormerConfig,
+    MaskFormerModel,
+    MaskFormerSwinConfig,
     Wav2Vec2ConformerConfig,
     Wav2Vec2ConformerModel,
     WhisperConfig,
@@ -109,8 +113,9 @@ def test_attention_that_a_model_does_not_declare_is_named_as_it_keeps_softmax(ca
     assert {*undeclared_attention(model)} == left and not left & {*get_mechanisms(model)}
     (said,) = caplog.messages
     assert f"does not declare {len(left)} of its attention modules" in said and min(left) in said
-    unpatch_model(model)
-    assert patch_model(make_model("bert"), "linear") and len(caplog.messages) == 1
+    other = make_model("bert")
+    other.compiled = torch.jit.script(torch.nn.ReLU())  # whose forward has no code
+    assert patch_model(other, "linear") and len(caplog.messages) == 1
 
 
 def test_position_biases_are_refused_where_a_model_has_them():
@@ -131,6 +136,17 @@ def test_position_biases_are_refused_where_a_model_has_them():
             before = model(**inputs).last_hidden_state
             after = patch_model(model, "softmax")(**inputs).last_hidden_state
         torch.testing.assert_close(after, before)
+
+
+def test_a_bias_of_another_part_of_the_model_is_none_of_the_patched_one():
+    """MaskFormer's pictures go through a Swin, its queries through a Detr without a bias."""
+    kinds = ("layers", "attention_heads", "ffn_dim")
+    sizes = {f"{side}_{kind}": 2 for side in ("encoder", "decoder") for kind in kinds}
+    swin = MaskFormerSwinConfig(depths=[1], num_heads=[1], embed_dim=8, window_size=2, image_size=32)
+    config = MaskFormerConfig(
+        backbone_config=swin, decoder_config=DetrConfig(d_model=32, **sizes), fpn_feature_size=32, mask_feature_size=32
+    )
+    assert get_mechanisms(patch_model(MaskFormerModel(config), "linear"))
 
 
 def test_heads_that_a_module_widens_are_as_wide_as_its_attention_gets_them():

@@ -264,7 +264,7 @@ def _price_of_training(run: TrainingRun, stage: TrainingStage, place: int, model
     logits = kept.row_bytes(rows) * min(len(plan.data.train), steps * batch) if kept else 0
     return StagePrice(
         stage.name, place, tokens, steps, (rows, batch), trained, watch.seconds,
-        weights + watch.peak, saved * checkpoints_at_once(training) + logits, left_behind,
+        weights + watch.peak, saved * checkpoints_at_once(training, plan.max_steps) + logits, left_behind,
     )  # fmt: skip
 
 
@@ -330,12 +330,16 @@ def in_time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def checkpoints_at_once(training: Any) -> int:
-    """Return how many checkpoints of a training lie on disk at the worst moment: kept ones, the best, the next."""
+def checkpoints_at_once(training: Any, steps: int) -> int:
+    """Return how many checkpoints of a training lie on disk at the worst moment: kept ones, the best, the next.
+
+    Without a `save_total_limit` all are kept.
+    """
     if getattr(training.save_strategy, "value", training.save_strategy) == "no":
         return 0
-    saves = math.ceil(1 / training.save_steps) if 0 < training.save_steps < 1 else math.inf
-    return int(min(saves, training.save_total_limit + 2))
+    every = training.save_steps * steps if 0 < training.save_steps < 1 else training.save_steps
+    saves = math.ceil(steps / max(every, 1))
+    return saves if training.save_total_limit is None else min(saves, training.save_total_limit + 2)
 
 
 def free_memory(device: torch.device) -> int:

@@ -154,11 +154,14 @@ def test_what_is_done_is_not_counted_but_where_the_run_is_overwritten(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [(("no", 0.1, 1), 0), (("steps", 0.5, 1), 2), (("steps", 0.1, 1), 3), (("steps", 7, 4), 6)],
+    [
+        (("no", 0.1, 1), 0), (("steps", 0.5, 1), 2), (("steps", 0.1, 1), 3), (("steps", 7, 4), 6),
+        (("steps", 7, None), 10), (("steps", 0.5, None), 2), (("steps", 40, 1), 2),
+    ],
 )
 def test_checkpoints_at_once(options, expected):
     names = ("save_strategy", "save_steps", "save_total_limit")
-    assert checkpoints_at_once(SimpleNamespace(**dict(zip(names, options, strict=True)))) == expected
+    assert checkpoints_at_once(SimpleNamespace(**dict(zip(names, options, strict=True))), steps=70) == expected
 
 
 def test_adapters_help_where_the_recipe_knows_them():

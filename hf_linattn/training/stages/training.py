@@ -40,7 +40,7 @@ class TrainingPlan:
         if training.dataloader_drop_last:
             rows -= rows % batch
         step = batch * training.gradient_accumulation_steps
-        epochs, more = divmod(steps, math.ceil(rows / step))
+        epochs, more = divmod(steps, max(1, math.ceil(rows / step)))  # without a row the training is refused
         return (epochs * rows + min(rows, more * step)) * round(self.data.row_tokens)
 
     @property
