@@ -68,7 +68,7 @@ from hf_linattn.training.pretraining.architectures import (
 )
 from hf_linattn.training.pretraining.cooldown import CooledTrainer
 from hf_linattn.training.pretraining.items import Material
-from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation, tokenizer_of
+from hf_linattn.training.pretraining.kept import alone_in, same_run_or_new, text_with_documentation, tokenizer_of
 from hf_linattn.training.pretraining.measures import measure_recall, queries_zeroed
 from hf_linattn.training.pretraining.mixture import Mixture, text_tokens
 from hf_linattn.training.same_run import rows_digest
@@ -389,7 +389,7 @@ def main() -> None:
     set_seed(options.seed)
     target = Path(options.output_dir)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pretrain-") as scratch:
+    with alone_in(options.checkpoint_dir), tempfile.TemporaryDirectory(dir=target.parent, prefix=".pre-") as scratch:
         log = train(options, Path(scratch) / "new")
     write_json(target / "training_log.json", log)
     logger.info(json.dumps({name: value for name, value in log.items() if name != "history"}, indent=1))

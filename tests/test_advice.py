@@ -10,6 +10,7 @@ import shlex
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from unittest import mock
 
 import accelerate
 import numpy as np
@@ -70,6 +71,31 @@ def test_a_trial_says_what_a_patched_model_has_and_the_model_stays_as_it_was(tex
         assert command[:4] == ["hf-linattn", "convert", "m", "converted"] and json.loads(command[5]) == PLANS[name]
         fitted = ["--calibrate", "a b.txt", "--calibration-tokens", "128"]
         assert command[6:] == (fitted if name == "linear" else []), "fitted on as many tokens"
+
+
+def test_the_error_of_a_trial_is_over_texts_as_windows_of_one_are_alike():
+    """Each text is one window of 32 tokens, over and over."""
+    texts = [" ".join(f"w{5 + (i * step) % 90}" for i in range(32)) for step in (7, 11, 13, 17)]
+    model, settings = make_model("llama", std=0.3), replace(SETTINGS, windows=6, block_size=32)
+    module = import_module("hf_linattn.advice.advise")
+    repeated = [" ".join([text] * 3) for text in texts]
+    no_prompts = mock.patch.object(module, "make_prompts", lambda *_, **__: [])
+    with no_prompts, mock.patch.object(trial, "answered", lambda *_: [1.0]):
+        material = module.read_material(model, make_tokenizer(), repeated, 32, settings)
+        found = trial.run_trial(model, "local", [{"mechanism": "local", "options": {"window_size": 4}}], material, 0.0)
+    rows = torch.tensor([[int(word[1:]) for word in text.split()] for text in texts[2:]])
+    before = losses_of(model, rows)
+    increase = losses_of(patch_model(model, "local", window_size=4), rows) - before
+    assert found.loss_increase == pytest.approx(float(increase.mean()), rel=1e-4)
+    half = 12.7062047 * float((increase[0] - increase[1]).abs()) / 2  # of two texts
+    assert found.loss_error == pytest.approx(half, rel=1e-3)
+
+
+@torch.no_grad()
+def losses_of(model, rows: torch.Tensor) -> torch.Tensor:
+    """The mean negative log-likelihood of each row [B, N], in float64."""
+    logits = model(rows).logits[:, :-1].double().log_softmax(-1)
+    return -logits.gather(-1, rows[:, 1:, None]).squeeze(-1).mean(1)
 
 
 def test_a_timed_step_leaves_modes_random_states_and_the_device_as_they_were(monkeypatch):

@@ -17,7 +17,7 @@ from ..architecture import layers_sharing_keys
 from ..attention_modules import self_attention_modules
 from ..config import require, require_count
 from ..errors import DataError, HfLinattnError, OptionError, PatchError, UnsupportedModelError
-from ..evaluation.next_token import evenly, token_losses, whole_windows
+from ..evaluation.next_token import evenly, token_losses, windows_of_documents
 from ..evaluation.perplexity import is_masked_language_model, position_limit
 from ..evaluation.recall import make_prompts
 from ..inference import progress_bar, require_gradients, require_weights
@@ -207,13 +207,13 @@ def read_material(
 ) -> Material:
     """Return the windows that are fitted to and those that are scored; `DataError` where the text is too short."""
     fitted, scored = texts_in_halves(texts)
-    rows = {}
+    rows, documents = {}, {}
     for name, half, size, count in (
         ("calibration_tokens", fitted, settings.block_size, -(-settings.calibration_tokens // settings.block_size)),
         ("windows", scored, length, settings.windows),
     ):
         try:
-            found = evenly(whole_windows(tokenizer, half, size), count)
+            found, own = (evenly(x, count) for x in windows_of_documents(tokenizer, half, size))
         except OptionError as error:
             raise DataError(
                 f"texts: no document of one half has the {size} tokens of a row; give longer documents, or a smaller"
@@ -224,7 +224,7 @@ def read_material(
                 f"texts hold {len(found)} of the {count} windows of {size} tokens for {name} in one of their halves;"
                 f" give more text, or a smaller {name}"
             )
-        rows[name] = found
+        rows[name], documents[name] = found, own.tolist()
     prompts = make_prompts(
         settings.recall_task, tokenizer, length, count=settings.prompts, seed=settings.seed + 1,
         positions=position_limit(model),
@@ -232,7 +232,7 @@ def read_material(
     losses = token_losses(model, rows["windows"]).losses.mean(1)
     return Material(
         tokenizer, rows["calibration_tokens"], rows["windows"], prompts, losses, state_size(model, length), length,
-        settings,
+        settings, documents["windows"],
     )  # fmt: skip
 
 

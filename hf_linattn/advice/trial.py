@@ -84,7 +84,7 @@ class Trial:
     Attributes:
         name, plan: which it is.
         loss: mean nats per token on the text that nothing was fitted on; loss_increase: over the original, with
-            loss_error, half of the 95 % interval of the difference over windows.
+            loss_error, half of the 95 % interval of the difference over texts, or over the windows of a single one.
         recall: share of the `prompts` that are answered right. These are fewer than were to be asked where the
             wrong ones rule the plan out.
         state_bytes, original_state_bytes: of one sequence after `length` tokens.
@@ -117,6 +117,7 @@ class Material:
         calibration: rows [B, N] that are fitted to. held_out: windows [B, length] that are scored.
         prompts: of the recall task; nothing was chosen by them.
         original_losses: of the windows, by softmax [B]. original_state_bytes: its cache of one. length: in tokens.
+        documents: the number of the text that each window is of; none: each is of its own.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -127,6 +128,7 @@ class Material:
     original_state_bytes: int
     length: int
     settings: Settings
+    documents: Sequence[int] = ()
 
 
 def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material, least: float) -> Trial:
@@ -145,7 +147,7 @@ def run_trial(model: PreTrainedModel, name: str, plan: Plan, material: Material,
         found = answered(model, material, least)
         state = state_size(model, material.length)
     increase = losses - material.original_losses
-    error = half_width(increase.tolist()) if len(increase) > 1 else math.inf
+    error = half_width(increase.tolist(), material.documents) if len(increase) > 1 else math.inf
     return Trial(
         name, plan, float(losses.mean()), float(increase.mean()), error, math.fsum(found) / len(found), len(found),
         state, material.original_state_bytes, fitted, seconds=time.perf_counter() - start,

@@ -67,7 +67,8 @@ class ComparisonOptions:
 
 @dataclass(frozen=True)
 class Quality:
-    """Perplexity, how many times softmax's it is, and the 95 % interval of that over windows; None for one window."""
+    """Perplexity, how many times softmax's it is, and the 95 % interval of that over texts, or over the windows of a
+    single one; None for one window."""
 
     perplexity: float
     ratio: float = 1.0
@@ -98,12 +99,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Material:
-    """What all plans are measured on, and what softmax makes of it: nats per token of each window, and perplexity."""
+    """What all plans are measured on, and what softmax makes of it: nats per token of each window, and perplexity.
+
+    Attributes:
+        documents: the number of the text that each window is of.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     texts: tuple[str, ...]
     window: int
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = ()
+    documents: tuple[int, ...] = ()
 
     @property
     def quality(self) -> Quality:
@@ -156,8 +162,8 @@ def read_original(
             unpatch_model(model)
     if options.calibration:
         calibration_batches(model, tokenizer, options.calibration, tokens=options.calibration_tokens)
-    material = Material(tokenizer, tuple(texts), window, ())
-    return Material(tokenizer, tuple(texts), window, losses_of(model, material, options))
+    material = Material(tokenizer, tuple(texts), window)
+    return Material(tokenizer, tuple(texts), window, *losses_of(model, material, options))
 
 
 def check_positions(model: PreTrainedModel, window: int, options: ComparisonOptions, whose: str) -> None:
@@ -236,18 +242,23 @@ class _Trial:
 
 def quality_of(model: PreTrainedModel, material: Material, options: ComparisonOptions) -> Quality:
     """Return the perplexity of a patched model beside the original's on the same windows."""
-    losses = losses_of(model, material, options)
-    pair = paired_difference("converted", "original", losses, material.losses, higher_is_better=False)
+    losses, documents = losses_of(model, material, options)
+    pair = paired_difference(
+        "converted", "original", losses, material.losses, higher_is_better=False, groups=documents
+    )
     low, high = (None if bound is None else exp(bound) for bound in (pair.low, pair.high))
     return Quality(mean_score(losses, logarithmic=True).value, exp(pair.value), low, high)
 
 
-def losses_of(model: PreTrainedModel, material: Material, options: ComparisonOptions) -> tuple[float, ...]:
-    """Return the mean loss of each window, in nats per token; of a masked model, of all of the text."""
+def losses_of(
+    model: PreTrainedModel, material: Material, options: ComparisonOptions
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return the mean loss of each window, in nats per token, and its text; of a masked model, of all of the text."""
     if is_masked_language_model(model):
         found = perplexity(model, material.tokenizer, material.texts, max_length=material.window, progress=False)
-        return (found["loss"],)
+        return (found["loss"],), (0,)
     wanted = SuiteOptions(
         texts=material.texts, length=material.window, num_windows=options.num_windows, progress=False
     )
-    return language(model, material.tokenizer, wanted)[0].values
+    found = language(model, material.tokenizer, wanted)[0]
+    return found.values, found.groups

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy
 
 from hf_linattn.atomic_io import is_writable, write_json
 from hf_linattn.cards import CARD_FILE
@@ -21,14 +21,13 @@ from hf_linattn.json_files import read_object
 from hf_linattn.reading import one_line
 from hf_linattn.report.card import EVAL_RESULTS_FILE
 from hf_linattn.training.arguments import Arguments, FinetuningArguments
+from hf_linattn.training.folder_lock import LOCK, take_folder
 from hf_linattn.training.run_folders import ADAPTER, CONTROL, STAGES, WINDOW
 from hf_linattn.training.same_run import DIGESTS, FORMERLY, difference, told_difference
 
 logger = logging.getLogger(__name__)
 
 RECIPE = "recipe"  # the record of the options the run was started with
-LOCK = ".lock"  # of the process that writes to the folder; kept, as deleting a lock would let two have it
-LOCK_SECONDS = 10.0  # after a run was killed its loaders live on, and hold what it held, for five
 # what says how good the model of a run is, until another takes its place
 RESULTS = ("report.*", "evaluation*.json", CARD_FILE, EVAL_RESULTS_FILE)
 
@@ -43,7 +42,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, training: FinetuningArguments):
         self.path = Path(path)
         self.training = training
-        self.lock = FileLock(self.file("", "") / LOCK, timeout=LOCK_SECONDS)
+        self.taken: AcquireReturnProxy | None = None
 
     def check_apart(self, arguments: Arguments) -> None:
         """Raise `OptionError` if a run here would write over the model, the tokenizer or the control that it reads."""
@@ -102,7 +101,9 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let another process write to the folder."""
-        self.lock.release(force=True)
+        if self.taken is not None:
+            self.taken.lock.release(force=True)
+            self.taken = None
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """Return the recorded result of a stage, or None; a damaged record raises `CheckpointError`."""
@@ -194,15 +195,9 @@ class RunDirectory:
             shutil.rmtree(self.checkpoints(name), ignore_errors=True)
 
     def _keep_others_out(self) -> None:
-        """Take the folder for this process; the system gives it back when the process ends, however that is."""
+        """Take the folder for this process."""
         try:
-            self.file("", "").mkdir(parents=True, exist_ok=True)
-            self.lock.acquire()
-        except Timeout:
-            raise OptionError(
-                f"output_dir={str(self.path)!r} is written to by another process that runs a recipe; wait for its end,"
-                " or give another output_dir"
-            ) from None
+            self.taken = self.taken or take_folder("output_dir", self.path)
         except OSError as error:
             raise self._unwritable(error) from error
 

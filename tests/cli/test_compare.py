@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import signal
 import time
@@ -97,6 +98,24 @@ def test_each_line_has_what_a_plan_comes_to_beside_softmax(place, tmp_path):
     assert rows[1]["calibrated_perplexity"] == "" and "untrained" not in rows[1], "local has nothing to fit"
     assert table[-1][2] == f"{untrained:,.2f}" and table[-1][-1] == f"{states[1]:,}"
     assert "2 of 2" in result.stderr and "|" not in result.stderr and "perplexity after calibrate" in result.stderr
+
+
+def test_the_interval_is_over_texts_as_windows_of_one_are_alike(place, tmp_path):
+    words = [" ".join(f"w{5 + (i * step) % 90}" for i in range(24)) for step in (7, 11)]
+    for name, text in zip("ab", words, strict=True):
+        (tmp_path / f"{name}.txt").write_text(" ".join([text] * 3), encoding="utf-8")
+    files = [x for name in "ab" for x in ("--text", tmp_path / f"{name}.txt")]
+    given = [place / "gpt2", *files, *LENGTHS, "--max-length", 24, "--num-windows", 6]
+    (entry,) = json.loads(run("linear", "--json", "--model", *given).stdout)["entries"]
+    model, losses = make_model("gpt2", std=0.3), []
+    ids = torch.tensor([[int(word[1:]) for word in text.split()] for text in words])
+    for patched in (False, True):
+        model = hf_linattn.patch_model(model, "linear") if patched else model
+        losses.append([math.log(perplexity(model, row[None])) for row in ids])
+    a, b = (after - before for before, after in zip(*losses, strict=True))
+    half = 12.7062047 * abs(a - b) / 2  # t s of two values, Student's t of one degree of freedom
+    bounds = [math.log(entry["untrained"][name]) for name in ("low", "high")]
+    assert bounds == pytest.approx([(a + b) / 2 - half, (a + b) / 2 + half], rel=1e-3)
 
 
 def test_json_is_all_that_is_printed_and_says_how_it_was_measured(place, monkeypatch, tmp_path):

@@ -98,7 +98,7 @@ def test_a_model_that_looks_far_back_goes_on_where_it_was_stopped(tmp_path, monk
     monkeypatch.setattr(Mixture, "__getitem__", noted)
     run(monkeypatch, output_dir=str(tmp_path / "whole"), **options)
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
-    assert kept == ["checkpoint-14", "checkpoint-20", "run.json"]
+    assert kept == [".lock", "checkpoint-14", "checkpoint-20", "run.json"]
     shutil.rmtree(tmp_path / "kept" / "checkpoint-20")
     run(monkeypatch, output_dir=str(tmp_path / "resumed"), **options)
     assert trained_on == [*range(20), *range(14, 20)]

@@ -63,7 +63,7 @@ def test_a_run_that_was_killed_in_its_first_write_is_begun_again(tmp_path):
 
 def test_two_processes_do_not_run_a_recipe_in_one_folder(tmp_path, monkeypatch):
     """The folder is free again when the first one closes it, or dies, even by kill -9."""
-    monkeypatch.setattr("hf_linattn.training.run_directory.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("hf_linattn.training.folder_lock.LOCK_SECONDS", 0.0)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

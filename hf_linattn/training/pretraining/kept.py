@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from hf_linattn.atomic_io import write_json, write_text
 from hf_linattn.errors import OptionError
 from hf_linattn.json_files import read_object
 from hf_linattn.training.corpus import installed_documentation
+from hf_linattn.training.folder_lock import take_folder
 from hf_linattn.training.pretraining.architectures import train_tokenizer
 from hf_linattn.training.same_run import difference, told_difference
 
 RUN, TEXT, TOKENIZER = "run.json", "text", "tokenizer.json"
+
+
+def alone_in(folder: str | None) -> AbstractContextManager[Any]:
+    """Return a block in which no other process can train in a folder; see `take_folder`."""
+    return take_folder("checkpoint_dir", folder) if folder else nullcontext()
 
 
 def tokenizer_of(texts: Sequence[str], folder: str | None) -> Tokenizer:

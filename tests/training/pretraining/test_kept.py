@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from datasets import Dataset
 
 from hf_linattn.errors import OptionError
-from hf_linattn.training.pretraining.kept import same_run_or_new, text_with_documentation
+from hf_linattn.training.pretraining.kept import alone_in, same_run_or_new, text_with_documentation
 
 
 def test_a_run_that_goes_on_has_the_text_it_began_with(tmp_path):
@@ -27,3 +30,30 @@ def test_a_run_with_other_options_or_text_is_refused(tmp_path):
         same_run_or_new(tmp_path, options | {"train_tokens": 65})
     with pytest.raises(OptionError, match="holds a run on other content: the training rows were others"):
         same_run_or_new(tmp_path, options | {"train_digest": "b"})
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path, monkeypatch):
+    """The folder is free again after the block of the first one, or when it dies, even by kill -9."""
+    monkeypatch.setattr("hf_linattn.training.folder_lock.LOCK_SECONDS", 0.0)
+    folder, (reading, writing) = str(tmp_path / "kept"), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with alone_in(folder):
+                os.write(writing, b"1")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 1), "the first process could not take the folder"
+        with pytest.raises(OptionError, match=r"^checkpoint_dir=.* is written to by another process .* another check"):
+            alone_in(folder)
+        with alone_in(None):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    for _ in range(2):
+        with alone_in(folder):
+            pass
