@@ -255,8 +255,8 @@ def losses_of(
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Return the mean loss of each window, in nats per token, and its text; of a masked model, of all of the text."""
     if is_masked_language_model(model):
-        found = perplexity(model, material.tokenizer, material.texts, max_length=material.window, progress=False)
-        return (found["loss"],), (0,)
+        all_of_it = perplexity(model, material.tokenizer, material.texts, max_length=material.window, progress=False)
+        return (all_of_it["loss"],), (0,)
     wanted = SuiteOptions(
         texts=material.texts, length=material.window, num_windows=options.num_windows, progress=False
     )
