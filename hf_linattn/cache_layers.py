@@ -25,6 +25,9 @@ from .mechanisms import MECHANISMS, Mechanism
 from .mechanisms.composite import CompositeMechanism
 from .ops.common.tracing import is_known, is_recorded
 
+# what a decoder attends across to, where it does so in some forwards alone
+ENCODER_INPUTS = ("encoder_hidden_states", "cross_attention_states", "pixel_values")
+
 
 def keeps_states(mechanism: Mechanism) -> bool:
     """Whether the cache holds states for a mechanism; softmax and bidirectional layers need the keys themselves."""
@@ -186,7 +189,7 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     for module, mechanism in pairs:
         layers: Any = getattr(_side_of(cache, mechanism.layer.cross), "layers", ())
         index = place_in_cache(module, mechanism)
-        if not _runs(module, index):
+        if not runs(module, index):
             continue
         if (lender := lender_of(module)) is not None:
             _require_alike(index, keeps_states(mechanism), lender, lender in states)
@@ -207,11 +210,21 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
     _require_even(read)
 
 
-def _runs(module: nn.Module, index: int | None) -> bool:
+def runs(module: nn.Module, index: int | None) -> bool:
     """Whether a layer is among those that its config has now: assisted generation with an early exit takes fewer."""
-    config: Any = module.config
-    count = None if config.is_encoder_decoder else getattr(config, "num_hidden_layers", None)
+    config: Any = getattr(module, "config", None)
+    count = None if getattr(config, "is_encoder_decoder", False) else getattr(config, "num_hidden_layers", None)
     return index is None or not isinstance(count, int) or index < count
+
+
+def is_due(module: nn.Module, mechanism: Mechanism, given: Mapping[str, Any]) -> bool:
+    """Whether a forward that was given these arguments has to call a layer's mechanism.
+
+    It need not in a layer that an early exit leaves out, nor across to an encoder of which nothing was given.
+    """
+    if mechanism.layer.cross and not getattr(module.config, "is_encoder_decoder", False):
+        return any(given.get(name) is not None for name in ENCODER_INPUTS)
+    return runs(module, place_in_cache(module, mechanism))
 
 
 def _require_even(read: Mapping[int, int]) -> None:

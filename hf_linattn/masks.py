@@ -375,7 +375,7 @@ def sequence_ids(
 ) -> Tensor | None:  # fmt: skip
     """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths.
 
-    One begins where positions fall, or stay at the row's least; not so where they stay elsewhere: clamped, or grouped.
+    One begins where positions fall, or stay at the row's least; not so where others or all of them stay.
     """
     if num_queries == 1 or num_queries != num_keys:
         return None
@@ -384,17 +384,17 @@ def sequence_ids(
         return torch.searchsorted(cu_seq_lens[1:].to(steps.dtype), steps, right=True)[None]
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != num_queries or counts_positions():
         return None
-    step, real = position_ids.diff(dim=1), position_ids
-    fall, stay, rise = step < 0, step == 0, step > 0
+    real, before, kept = position_ids, position_ids[:, :-1], True
     if key_padding_mask is not None:
         # the positions of padding mean nothing, and what stands before the first real token is no sequence
-        begun = key_padding_mask[:, :-1].cumsum(1) > 0
-        fall, stay, rise = (x & key_padding_mask[:, 1:] & begun for x in (fall, stay, rise))
-        real = position_ids.masked_fill(~key_padding_mask, torch.iinfo(position_ids.dtype).max)
+        position_ids, mask = torch.broadcast_tensors(position_ids, key_padding_mask)
+        last = torch.arange(num_keys, device=mask.device).where(mask, -1).cummax(1).values[:, :-1]
+        before, kept = position_ids.gather(1, last.clamp_min(0)), mask[:, 1:] & (last >= 0)
+        real = position_ids.masked_fill(~mask, torch.iinfo(position_ids.dtype).max)
+    step = position_ids[:, 1:] - before
+    fall, stay, rise = (step < 0) & kept, (step == 0) & kept, (step > 0) & kept
     first = position_ids[:, 1:] == real.amin(1, keepdim=True)
-    restart = fall | stay & first & ~(stay & ~first).any(1, keepdim=True)
-    restart = restart & rise.any(1, keepdim=True)  # zeros for all tokens, which some models pass, part nothing
+    restart = (fall | stay & first & ~(stay & ~first).any(1, keepdim=True)) & rise.any(1, keepdim=True)
     if is_known(restart) and not bool(restart.any()):
         return None
-    ids = torch.nn.functional.pad(restart.cumsum(1), (1, 0))
-    return ids if key_padding_mask is None else ids.expand(key_padding_mask.shape[0], -1)
+    return torch.nn.functional.pad(restart.cumsum(1), (1, 0))

@@ -35,6 +35,7 @@ from .cache import EncoderStateLayer, StateLayer
 from .cache_layers import (
     find_layer,
     has_begun,
+    is_due,
     is_static_step,
     keeps_states,
     require_fitting,
@@ -49,6 +50,7 @@ from .masks import (
     PositionArgument,
     given_input,
     handed_on,
+    is_softmax,
     key_columns,
     mask_of_rule,
     masked_window,
@@ -59,7 +61,6 @@ from .masks import (
     window_of,
 )
 from .mechanisms import Mechanism
-from .mechanisms.softmax import SoftmaxMechanism
 from .open_forwards import OpenForwards, require_unswitched
 from .ops.common.exact_softmax import softmax_attention
 from .ops.common.tracing import begin_forward, end_forward, once
@@ -233,18 +234,18 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After the first evaluation forward, check that every layer called its mechanism, but for those left softmax."""
+    """After evaluation forwards, until all were called, check that due layers called theirs, but for softmax."""
     patched: PatchedModel = getattr(model, RECORD)
     if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active or is_replica(model):
         return
-    found = {path: mechanism_of(module) for path, module in patched.attention.items()}
-    idle = [path for path, x in found.items() if not (x.calls or isinstance(x, SoftmaxMechanism))]
-    if idle:
+    found = {path: (module, mechanism_of(module)) for path, module in patched.attention.items()}
+    silent = {path: pair for path, pair in found.items() if not (pair[1].calls or is_softmax(pair[1]))}
+    if idle := [path for path, pair in silent.items() if is_due(*pair, kwargs)]:
         raise UnsupportedModelError(
             f"{type(model).__name__}: {', '.join(idle)} never called the mechanism attached to it, so the model only"
             " looks patched; call unpatch_model(model), or leave these layers out of layers= or cross_attention="
         )
-    patched.verified = True
+    patched.verified = not silent
 
 
 # -- the attention and mask functions ---------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant("a padding mask is cut at its end", "hf_linattn/masks.py", "first: Any = sizes.key_offset", "first: Any = 0", "tests/test_masks.py"),
     Mutant("a padding mask is left out", "hf_linattn/masks.py", "else Masks(keys=once(_key_mask, mask, num_keys, batch))", "else Masks()", BRIDGE),
     Mutant("another scaling is left out", "hf_linattn/attention_call.py", "return query * (scaling / mechanism.layer.scaling)", "return query", "tests/test_transformers_bridge.py tests/test_architectures.py"),
-    Mutant("packed rows are one", "hf_linattn/masks.py", "restart = fall | stay & first", "restart = stay & first", BRIDGE),
+    Mutant("packed rows are one", "hf_linattn/masks.py", "restart = (fall | stay & first", "restart = (stay & first", BRIDGE),
     Mutant("a window in the mask is lost", "hf_linattn/transformers_bridge.py", "sliding_window = masked_window(module)", "sliding_window = None", "tests/test_masks.py"),
     # training, saving
     Mutant("a divergence is turned around", "hf_linattn/training/losses/distillation.py", "(want.exp() * (want - got)).sum()", "(got.exp() * (got - want)).sum()", "tests/training/test_distillation.py"),

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_linattn import original_attention, patch_model
-from hf_linattn.errors import PatchError, UnsupportedModeError
+from hf_linattn.errors import PatchError, UnsupportedModeError, UnsupportedModelError
 from hf_linattn.support.tiny import tiny_inputs, tiny_model
 from hf_linattn.testing.models import source_of
 from hf_linattn.testing.models import tiny_model as harness_model
@@ -15,21 +15,25 @@ from tests.helpers import KINDS, assert_close, logits_of, make_patched, make_tok
 from tests.models import make_model
 
 
+@pytest.mark.parametrize("ran", [True, False])
 @pytest.mark.parametrize("mechanism", ["softmax", "local"])
-def test_an_early_exit_leaves_the_model_whole(mechanism):
-    """transformers takes layers off the config for the draft, and puts them back where nothing fails before."""
+def test_an_early_exit_leaves_the_model_whole(mechanism, ran):
+    """transformers takes layers off the config for the draft, and puts them back where nothing fails before.
+
+    ran: whether all layers have run before.
+    """
     model, ids = make_model("llama"), make_tokens(1, 12)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **options)
+    expected, original = model.generate(ids, **options), logits_of(model, ids)
     patch_model(model, mechanism, **({"window_size": 200} if mechanism == "local" else {}))
-    before = logits_of(model, ids)
+    before = logits_of(model, ids) if ran else original
     if mechanism == "softmax":
         assert torch.equal(model.generate(ids, assistant_early_exit=1, **options), expected)
     else:
         with pytest.raises(UnsupportedModeError, match="no assisted generation"):
             model.generate(ids, assistant_early_exit=1, **options)
     assert model.config.num_hidden_layers == 2
-    assert torch.equal(logits_of(model, ids), before)
+    assert_close(logits_of(model, ids), before)
     assert torch.equal(model.generate(ids, **options), expected)
 
 
@@ -74,3 +78,22 @@ def test_what_whisper_asks_of_cross_attention_is_refused_with_the_way_to_have_it
     with original_attention(model):
         again = model.generate(**options, return_token_timestamps=True)
     assert torch.equal(again["token_timestamps"], stamps["token_timestamps"])
+
+
+@pytest.mark.parametrize("name", ["mllama", "gpt2"])
+def test_a_decoder_may_read_text_alone_before_it_has_an_encoders_tokens(name):
+    model = tiny_model(name) if name == "mllama" else make_model(name, add_cross_attention=True)
+    ids = make_tokens(2, 9)
+    expected = logits_of(model, ids)
+    patch_model(model, "local", window_size=100, cross_attention="linear")
+    for _ in range(2):
+        assert_close(logits_of(model, ids), expected)
+
+
+def test_a_decoder_that_passes_its_encoder_by_is_refused(monkeypatch):
+    model, ids = make_model("gpt2", add_cross_attention=True), make_tokens(2, 9)
+    patch_model(model, "local", window_size=100, cross_attention="linear")
+    for block in model.transformer.h:
+        monkeypatch.setattr(block.crossattention, "forward", lambda hidden, *_, **__: (hidden, None))
+    with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention, .* never called the mechanism"):
+        model(ids, encoder_hidden_states=torch.zeros(2, 3, model.config.n_embd))

@@ -303,7 +303,9 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path,
     wrong = refuse("convert", original, tmp_path / "out", "--mechanism", "linear", "--options", "decay=learned")
     assert "options must be a JSON object, got 'decay=learned'" in wrong
     assert "lengths must be numbers" in refuse("bench", converted, "--lengths", "8;9")
-    assert "is not patched" in refuse("bench", original, "--lengths", "8")
+    assert "is not converted; give a folder that hf-linattn convert" in refuse("bench", original, "--lengths", "8")
+    assert "samples must be an integer >= 1, got 0" in refuse("eval", converted, "--suite", "recall", "--samples", 0)
+    assert "files must be text files to read" in refuse("eval", converted, "--suite", "language")
     said = refuse("report", tmp_path)
     assert f"folder={str(tmp_path)!r} " in said and "report.json'; give the output directory of a recipe" in said
     assert "holds a model that is not converted" in refuse("push", original, "me/model")

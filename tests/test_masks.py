@@ -343,3 +343,25 @@ def test_softmax_obeys_a_mask_of_another_order_than_the_module_says_and_others_r
         model(**inputs)
     if name != "phi4":  # which makes a mask where it is given none
         assert bool(model(inputs["input_ids"]).last_hidden_state.isfinite().all())
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear"])
+@pytest.mark.parametrize(("name", "least"), [("llama", 0), ("roberta", 2)])
+def test_the_positions_of_pads_between_documents_mean_nothing(name, least, mechanism):
+    """RoBERTa's pads have a position below all others, where its second document seemed to go on with the first."""
+    model, ids = make_patched(name, mechanism), make_tokens(1, 8)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1]])
+    alone = logits(model, {"input_ids": ids[:, 5:], "position_ids": torch.arange(3)[None] + least})
+    for pad in (-1, 0, 1, 90) if name == "llama" else (1, 2):
+        own = torch.tensor([[0, 1, 2, 0, 0, 0, 1, 2]]) + least
+        positions = own.where(mask.bool(), pad)
+        found = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
+        assert_close(found.detach(), alone)
+
+
+def test_a_document_whose_first_token_is_masked_begins_with_its_next_one():
+    model, ids = make_patched("llama", "linear"), make_tokens(1, 8)
+    mask, positions = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]]), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    alone = logits(model, {"input_ids": ids[:, 5:], "position_ids": positions[:, 5:]})
+    found = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 5:]
+    assert_close(found.detach(), alone)

@@ -65,6 +65,8 @@ def loader_of(config: Any) -> str:
     """
     name = (class_names(config) or [""])[0]
     found = {auto.__name__ for auto, model_class in auto_classes(type(config)) if own_name(model_class) == name}
+    if getattr(config, "is_encoder_decoder", False) and "AutoModelForSeq2SeqLM" in found:
+        return "AutoModelForSeq2SeqLM"  # BART fills masks, too
     return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
 
 

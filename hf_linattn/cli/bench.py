@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..console_table import console_table
 from ..errors import OptionError
-from .common import STOPPED, Json, exit_on_error, note, read_model, set_threads, show
+from .common import STOPPED, Json, exit_on_error, note, read_model, require_converted, set_threads, show
 
 if TYPE_CHECKING:
     from ..evaluation import MemoryRow, SpeedRow
@@ -42,6 +42,7 @@ def bench(
         set_threads(threads)
         wanted = numbers("lengths", lengths)
         loaded, stopped = read_model("model", model, dtype), False
+        require_converted(model, loaded)
         try:
             with time_limit(limit_minutes):
                 measure(loaded, wanted, {"batch_size": batch_size, "repeats": repeats}, speed, memory)

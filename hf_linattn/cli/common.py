@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CALIBRATION_TOKENS = 8192  # as of `calibration_rows`, which is imported with PyTorch
 DTYPES = ("bfloat16", "float16", "float32")
+MOST_THREADS = 1024  # with many more the libraries of threads end the process
 STOPPED = 3
 EXIT_CODES = {
     0: "it is done",
@@ -229,11 +230,20 @@ def require_original(option: str, name: str, model: PreTrainedModel) -> None:
         raise OptionError(f"{option}={name!r} is converted already; give the original")
 
 
+def require_converted(name: str, model: PreTrainedModel) -> None:
+    """Raise `OptionError` where the model of that folder or name is not converted."""
+    from .. import is_patched
+
+    if not is_patched(model):
+        raise OptionError(f"model={name!r} is not converted; give a folder that hf-linattn convert wrote")
+
+
 def set_threads(threads: int | None) -> None:
     """Have PyTorch and the library's C use that many threads of the CPU; None: as many as they do by themselves."""
     import torch
 
     require_count("threads", threads, optional=True)
+    require("threads", threads, (threads or 1) <= MOST_THREADS, f"at most {MOST_THREADS:,}")
     if threads is not None:
         torch.set_num_threads(threads)
 

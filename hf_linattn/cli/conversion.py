@@ -151,7 +151,7 @@ def check_shard_size(max_shard_size: str) -> None:
     try:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
         positive = float(max_shard_size.rstrip(ascii_letters)) > 0
-    except ValueError:
+    except (ValueError, OverflowError):
         positive = False
     require("max_shard_size", max_shard_size, positive, "a size like 5GB or 500MB")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from ..adapter_config import base_of
 from ..console_table import console_table
 from ..plan import PatchConfig
 
@@ -77,10 +78,10 @@ def next_steps(conversion: Conversion, model: str, output: str, text: str, plan:
     measure = MEASURED_BY[conversion.loader]
     data = TAUGHT_BY.get(conversion.loader, f"--train_file {quoted['text']}")
     recover = f"hf-linattn distill --model_name_or_path {quoted['model']} {plan} {data} --output_dir"
-    return [
-        *([] if measure is None else [f"measure: {measure.format(**quoted, held_out=HELD_OUT)}"]),
-        f"recover: {recover} {quoted['output']}-recovered",
-    ]
+    steps = [f"recover: {recover} {quoted['output']}-recovered"]
+    if base_of("model", model) is not None:
+        steps = ["to recover it, merge the adapter into its model, save that, and convert it; recipes take no adapter"]
+    return [*([] if measure is None else [f"measure: {measure.format(**quoted, held_out=HELD_OUT)}"]), *steps]
 
 
 def plan_options(document: dict[str, Any], config: PatchConfig) -> str:

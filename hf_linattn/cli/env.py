@@ -9,9 +9,8 @@ import typer
 
 from .. import __version__
 from ..console_table import console_table
-from ..errors import OptionError
 from ..versions import installed_version
-from .common import Json, exit_on_error, load, show, to_default_device
+from .common import Json, exit_on_error, load, require_converted, show, to_default_device
 
 if TYPE_CHECKING:
     from ..explain import BackendReport
@@ -89,14 +88,12 @@ def explain(name: str) -> BackendReport:
     """
     import torch
 
-    from .. import is_patched
     from ..architecture import require_token_ids
     from ..explain import explain_backend
     from ..positions.tables import known_positions
 
     model = to_default_device(load(name))
-    if not is_patched(model):
-        raise OptionError(f"model={name!r} is not converted; give a folder that hf-linattn convert wrote")
+    require_converted(name, model)
     require_token_ids(model, "call hf_linattn.explain_backend(model, inputs) with what it takes", alone=False)
     length = min(LENGTH, known_positions(model) or LENGTH)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}

@@ -121,7 +121,7 @@ def evaluate(
     """Measure a model: perplexity on text files, a suite, a classifier's metrics on rows, or what embeddings find."""
     columns = text_column, text_pair_column, label_column
     read = RowOptions(*columns, names(metrics), document_window, document_stride, original)
-    with exit_on_error():
+    with exit_on_error(), given_as(num_samples="samples", num_generated="generated", texts="files"):
         check_places(model, files or ())
         kind, *suites = kinds_of(model, suite)
         check_options(context, kind, suites)

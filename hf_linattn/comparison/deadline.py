@@ -18,7 +18,9 @@ class TimeIsUpError(BaseException):
 
 def check_minutes(minutes: float | None) -> None:
     """Raise `OptionError` unless this is a limit, or None."""
-    require("limit_minutes", minutes, minutes is None or minutes > 0, "a number of minutes above 0")
+    most = threading.TIMEOUT_MAX / 60
+    fits = minutes is None or 0 < minutes <= most
+    require("limit_minutes", minutes, fits, f"a number of minutes above 0 and at most {most:.2g}")
 
 
 @contextmanager

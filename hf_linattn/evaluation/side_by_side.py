@@ -16,6 +16,7 @@ from .paired import Difference, Score, mean_score, paired_difference
 FORMAT_VERSION = 1
 BESIDE = ("original", "control")
 ROLES = (*BESIDE, "converted")
+ROUNDING = 1e-4  # nats, or a share: up to this difference an item is a tie
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,11 @@ def _row(found: Mapping[str, Measurement], window: int | None) -> Row:
     one = found["converted"]
     scores = {role: mean_score(x.values, x.logarithmic, x.groups) for role, x in found.items()}
     pairs = [("converted", "original"), ("converted", "control"), ("control", "original")]
+    how: dict[str, Any] = {
+        "higher_is_better": one.higher_is_better, "tolerance": ROUNDING, "groups": one.groups,
+    }  # fmt: skip
     differences = tuple(
-        paired_difference(
-            of, to, found[of].values, found[to].values, higher_is_better=one.higher_is_better, groups=one.groups
-        )
+        paired_difference(of, to, found[of].values, found[to].values, **how)
         for of, to in pairs
         if of in found and to in found
     )

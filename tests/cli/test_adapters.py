@@ -81,6 +81,13 @@ def test_an_adapter_of_peft_alone_is_merged_into_the_converted_model_that_it_was
     assert scored(tmp_path / "adapter") != pytest.approx(scored(folder / "merged"), rel=1e-3)
 
 
+def test_what_was_made_of_an_adapter_is_recovered_once_that_is_merged(folder, tmp_path):
+    adapted = get_peft_model(load_checkpoint(str(folder / "base")), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    shown = answer("convert", tmp_path / "adapter", tmp_path / "out", "--mechanism", "linear", "--length", 0)
+    assert "recover: hf-linattn" not in shown and "recover it, merge the adapter" in " ".join(shown.split())
+
+
 def test_an_adapter_that_cannot_be_merged_is_refused(folder, tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(load_checkpoint(str(folder / "base")), config).save_pretrained(tmp_path)

@@ -233,7 +233,9 @@ REFUSED = {
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
     ("linear", "--max-length", "65"): "max_length must be 2 to 64, the positions of the model, got 65",
     ("linear", "--lengths", "a"): "lengths must be numbers",
-    ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0, got 0.0",
+    ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0 and at most 1.5e+08, got 0",
+    ("linear", "--limit-minutes", "inf"): "at most 1.5e+08, got inf",
+    ("linear", "--threads", "100000"): "threads must be at most 1,024, got 100000",
     ("local", '{"synthesizer": {"max_length": 16}}', "--lengths", "8,24"): (
         'lengths must be 1 to 16, the positions of the model with {"synthesizer": {"max_length": 16}}, got 24'
     ),

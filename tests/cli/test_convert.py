@@ -112,6 +112,21 @@ def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_pa
     assert f"--mechanism hedgehog --train_file {text} --output_dir" in shown, "the next command is complete"
 
 
+def test_an_encoder_decoder_writes_texts_and_no_recipe_is_named(original, tmp_path):
+    """BART's class is one that fills masks, too."""
+    bart(torch.float32).save_pretrained(tmp_path / "bart")
+    make_tokenizer().save_pretrained(tmp_path / "bart")
+    shown = answer("convert", tmp_path / "bart", tmp_path / "out", "--mechanism", "linear", "--length", 0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM.from_pretrained(" in card and "pipeline_tag: text-generation" in card
+    assert "recover:" not in shown and "train and measure it with your own code" in " ".join(shown.split())
+
+
+def test_a_size_of_files_that_is_infinite_is_refused(original, tmp_path):
+    shown = answer("convert", original, tmp_path / "o", "--mechanism", "linear", "--max-shard-size", "infGB", code=1)
+    assert "max_shard_size must be a size like 5GB or 500MB, got 'infGB'" in shown
+
+
 def test_a_plan_comes_from_a_file_or_is_chosen(original, tmp_path):
     plan = [{"mechanism": "local", "layers": [1], "heads": [0], "options": {"window_size": 8}}]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
