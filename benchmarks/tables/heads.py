@@ -254,8 +254,9 @@ def recall_suite_table(documents: Iterable[Document]) -> str:
                 shares = ("" if row[kind] is None else _interval(row[kind]) for kind in ("original", "converted"))
                 difference = "".join(_interval(pair, "+") for pair in row["differences"])
                 lines.append([name, f"`{row['name']}`", count(length), row["num_items"], *shares, difference])
-            if document["original"] and len(rows) > 1:
-                lines.append([name, f"the mean of {len(rows)}", count(length), *_mean_of_kinds(rows)])
+            if len(rows) > 1:
+                mean = _mean_of_kinds(rows) if document["original"] else _own_mean(rows)
+                lines.append([name, f"the mean of {len(rows)}", count(length), *mean])
     return table(["model", "test", "tokens", "prompts", "original", "converted", "difference"], lines)
 
 
@@ -268,6 +269,11 @@ def _mean_of_kinds(rows: list[Document]) -> list[object]:
     )
     difference = _interval({"value": to - of, "low": low, "high": high}, "+")
     return [sum(row["num_items"] for row in rows), f"{of:.3f}", f"{to:.3f}: {to / of:.0%}", difference]
+
+
+def _own_mean(rows: list[Document]) -> list[object]:
+    count, mean = sum(row["num_items"] for row in rows), fmean(row["converted"]["value"] for row in rows)
+    return [count, "", f"{mean:.3f}", ""]
 
 
 def _interval(score: Document, sign: str = "") -> str:

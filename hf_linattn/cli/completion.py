@@ -18,7 +18,7 @@ def mechanism_names(incomplete: str) -> list[str]:
 def recipes(incomplete: str) -> list[str]:
     """Return the recipes that begin so.
 
-    >>> recipes("smollm2-135")
-    ['smollm2-135m', 'smollm2-135m-4-heads', 'smollm2-135m-heads', 'smollm2-135m-heads-512']
+    >>> recipes("smollm2-135m-h")
+    ['smollm2-135m-heads', 'smollm2-135m-heads-512', 'smollm2-135m-heads-512-recall']
     """
     return [name for name in recipe_names() if name.startswith(incomplete)]

@@ -125,7 +125,7 @@ def test_results_go_to_standard_output_and_all_else_to_standard_error(place, tmp
 @pytest.mark.parametrize(
     ("line", "word", "expected"),
     [("hf-linattn li", 1, {"list"}), ("hf-linattn list gated", 2, {"gated_deltanet"}),
-     ("hf-linattn recipes show smollm2-135m-h", 3, {"smollm2-135m-heads", "smollm2-135m-heads-512"}),
+     ("hf-linattn recipes show smollm2-135m-4", 3, {"smollm2-135m-4-heads"}),
      ("hf-linattn convert a b --mechanism perf", 5, {"performer"})],
 )  # fmt: skip
 def test_a_shell_completes_commands_mechanisms_and_recipes(line, word, expected):

@@ -224,17 +224,17 @@ def test_the_mean_over_kinds_of_prompts_has_the_interval_of_independent_ones():
         }  # fmt: skip
 
     rows = [row("a", 0.5, 0.25, -0.55, 0.15), row("b", 1.0, 1.0, -0.4, 0.3), row("a, depths", 1, 0, -1, 0, depth=[0])]
-    alone = {**rows[0], "original": None, "differences": []}
+    alone, beside = ({**row, "original": None, "differences": []} for row in rows[:2])
     documents = [
         {"model": "runs/heads", "original": "models/x", "rows": [*rows, {**rows[0], "metric": "first"}]},
-        {"model": "runs/other", "original": None, "rows": [alone, {**alone, "facts": {"length": 64}}]},
+        {"model": "runs/other", "original": None, "rows": [alone, beside, {**alone, "facts": {"length": 64}}]},
     ]
-    first, second, mean, third, fourth = recall_suite_table(documents).splitlines()[2:]
+    first, second, mean, third, _, own, fourth = recall_suite_table(documents).splitlines()[2:]
     cells = ["`a`", "2,048", "4", "0.50 (0.25 to 1.00)", "0.25 (0.12 to 1.00)", "-0.25 (-0.55 to +0.15)"]
     assert first == f"| `heads` | {' | '.join(cells)} |"
     assert "the mean of 2 | 2,048 | 8 | 0.750 | 0.625: 83% | -0.12 (-0.38 to +0.12) |" in mean  # .25 on both sides
     assert "`b`" in second and third.startswith("| `other` | `a` | 2,048 | 4 |  | 0.25")
-    assert fourth == third.replace("2,048", "64")
+    assert fourth == third.replace("2,048", "64") and own == "| `other` | the mean of 2 | 2,048 | 8 |  | 0.625 |  |"
 
 
 def test_heads_by_loss_are_those_whose_gates_lower_it_most(monkeypatch):
