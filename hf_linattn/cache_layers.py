@@ -212,8 +212,7 @@ def require_fitting(cache: Cache, modules: Iterable[nn.Module], mechanisms: Iter
 
 def runs(module: nn.Module, index: int | None) -> bool:
     """Whether a layer is among those that its config has now: assisted generation with an early exit takes fewer."""
-    config: Any = getattr(module, "config", None)
-    count = None if getattr(config, "is_encoder_decoder", False) else getattr(config, "num_hidden_layers", None)
+    count = None if _has_encoder(module) else getattr(getattr(module, "config", None), "num_hidden_layers", None)
     return index is None or not isinstance(count, int) or index < count
 
 
@@ -222,9 +221,14 @@ def is_due(module: nn.Module, mechanism: Mechanism, given: Mapping[str, Any]) ->
 
     It need not in a layer that an early exit leaves out, nor across to an encoder of which nothing was given.
     """
-    if mechanism.layer.cross and not getattr(module.config, "is_encoder_decoder", False):
+    if mechanism.layer.cross and not _has_encoder(module):
         return any(given.get(name) is not None for name in ENCODER_INPUTS)
     return runs(module, place_in_cache(module, mechanism))
+
+
+def _has_encoder(module: nn.Module) -> bool:
+    """Whether a layer is of a model with an encoder and a decoder, whose layers run in every forward."""
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
 
 def _require_even(read: Mapping[int, int]) -> None:

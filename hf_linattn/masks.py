@@ -375,7 +375,7 @@ def sequence_ids(
 ) -> Tensor | None:  # fmt: skip
     """Number packed sequences [B, Nk] by the restarts of position_ids, or by FlashAttention's cumulative lengths.
 
-    One begins where positions fall, or stay at the row's least; not so where others or all of them stay.
+    One begins where positions fall, or stay at the row's least; not in rows where others stay, or none rises.
     """
     if num_queries == 1 or num_queries != num_keys:
         return None

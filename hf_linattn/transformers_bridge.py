@@ -234,7 +234,7 @@ def model_end_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[s
 
 
 def model_post_hook(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After evaluation forwards, until all were called, check that due layers called theirs, but for softmax."""
+    """After an evaluation forward, until every mechanism has run, check that those due were, but for softmax."""
     patched: PatchedModel = getattr(model, RECORD)
     if patched.verified or model.training or torch.compiler.is_compiling() or not patched.active or is_replica(model):
         return

@@ -304,7 +304,7 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_1(converted, tmp_path,
     assert "options must be a JSON object, got 'decay=learned'" in wrong
     assert "lengths must be numbers" in refuse("bench", converted, "--lengths", "8;9")
     assert "is not converted; give a folder that hf-linattn convert" in refuse("bench", original, "--lengths", "8")
-    assert "samples must be an integer >= 1, got 0" in refuse("eval", converted, "--suite", "recall", "--samples", 0)
+    assert "Error: samples must be an integer >=" in refuse("eval", converted, "--suite", "recall", "--samples", 0)
     assert "files must be text files to read" in refuse("eval", converted, "--suite", "language")
     said = refuse("report", tmp_path)
     assert f"folder={str(tmp_path)!r} " in said and "report.json'; give the output directory of a recipe" in said

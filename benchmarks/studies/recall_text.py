@@ -55,10 +55,11 @@ class Writer:
         """Return the tokens of a text, without those that mark its ends."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def rows(self, count: int) -> list[dict[str, str]]:
-        """Return about `count` rows of all kinds, shuffled."""
+    def rows(self, count: int, prompts_seed: int) -> list[dict[str, str]]:
+        """Return about `count` rows of all kinds, shuffled; prompts_seed: of the prompts of recall."""
         haystack, asked = self.files[0][:20], int(count * SHARES["recall"])
-        prompts = iter(recall_prompts(self.tokenizer, self.length - 4, asked, haystack, seed=5))
+        room = self.length - 4  # some tokens are left for what stands behind
+        prompts = iter(recall_prompts(self.tokenizer, room, asked, haystack, prompts_seed))
 
         def recall() -> list[int]:
             prompt = next(prompts)
@@ -74,7 +75,7 @@ class Writer:
             while made < int(share * count):
                 ids = makers[kind]()
                 text = self.exact(ids)
-                if text is None and kind == "recall":
+                if text is None and kind == "recall":  # of these there are no others
                     text = self.tokenizer.decode(ids[: self.length])
                 if text is not None:
                     found.append({"text": text, "kind": kind})
@@ -172,12 +173,13 @@ def main(
     without: Annotated[list[str], typer.Option(help="kinds of rows that are left out")] = [],  # noqa: B006
     rows: Annotated[int, typer.Option(help="how many are made, about")] = 520,
     length: Annotated[int, typer.Option(help="tokens of a row")] = 2046,
-    seed: Annotated[int, typer.Option(help="of what is drawn")] = 17,
+    seed: Annotated[int, typer.Option(help="of what is drawn, but for prompts of recall")] = 17,
+    prompts_seed: Annotated[int, typer.Option(help="of the prompts of recall")] = 5,
 ) -> None:
     """Write rows that need what stands far back."""
     texts = [read_texts(file, without) for file in files]
     writer = Writer(AutoTokenizer.from_pretrained(model), texts, weight or [1.0] * len(files), length, seed)
-    write_text(output, "".join(f"{json.dumps(row)}\n" for row in writer.rows(rows)))
+    write_text(output, "".join(f"{json.dumps(row)}\n" for row in writer.rows(rows, prompts_seed)))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from ..saved_config import auto_classes, class_names, own_name
 # Auto class that loads a model -> what the Hub calls its work; the first that fits is named
 PIPELINE_TAGS: dict[str, str] = {
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "text-generation",  # of BART, which fills masks, too
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForSeq2SeqLM": "text-generation",
     "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
     "AutoModelForImageTextToText": "image-text-to-text",
     "AutoModelForImageClassification": "image-classification",
@@ -65,8 +65,6 @@ def loader_of(config: Any) -> str:
     """
     name = (class_names(config) or [""])[0]
     found = {auto.__name__ for auto, model_class in auto_classes(type(config)) if own_name(model_class) == name}
-    if getattr(config, "is_encoder_decoder", False) and "AutoModelForSeq2SeqLM" in found:
-        return "AutoModelForSeq2SeqLM"  # BART fills masks, too
     return next((loader for loader in PIPELINE_TAGS if loader in found), min(found, default="AutoModel"))
 
 

@@ -42,7 +42,7 @@ def bench(
         set_threads(threads)
         wanted = numbers("lengths", lengths)
         loaded, stopped = read_model("model", model, dtype), False
-        require_converted(model, loaded)
+        require_converted("model", model, loaded)
         try:
             with time_limit(limit_minutes):
                 measure(loaded, wanted, {"batch_size": batch_size, "repeats": repeats}, speed, memory)

@@ -230,12 +230,12 @@ def require_original(option: str, name: str, model: PreTrainedModel) -> None:
         raise OptionError(f"{option}={name!r} is converted already; give the original")
 
 
-def require_converted(name: str, model: PreTrainedModel) -> None:
-    """Raise `OptionError` where the model of that folder or name is not converted."""
+def require_converted(option: str, name: str, model: PreTrainedModel) -> None:
+    """Raise `OptionError` where the model that this option names is not converted."""
     from .. import is_patched
 
     if not is_patched(model):
-        raise OptionError(f"model={name!r} is not converted; give a folder that hf-linattn convert wrote")
+        raise OptionError(f"{option}={name!r} is not converted; give a folder that hf-linattn convert wrote")
 
 
 def set_threads(threads: int | None) -> None:

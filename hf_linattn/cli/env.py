@@ -93,7 +93,7 @@ def explain(name: str) -> BackendReport:
     from ..positions.tables import known_positions
 
     model = to_default_device(load(name))
-    require_converted(name, model)
+    require_converted("model", name, model)
     require_token_ids(model, "call hf_linattn.explain_backend(model, inputs) with what it takes", alone=False)
     length = min(LENGTH, known_positions(model) or LENGTH)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.long, device=model.device)}
