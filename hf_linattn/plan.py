@@ -362,3 +362,12 @@ def name_or_plan(name: str, value: str) -> Any:
     ('performer', {'performer': '0-5'})
     """
     return read_plan(name, value) if value.lstrip().startswith(("{", "[")) else value
+
+
+def require_registered(plan: Any) -> None:
+    """Raise `UnknownNameError` or `OptionError` where no such mechanism is, or not with these options.
+
+    A model need not be there: layers and heads are not looked at.
+    """
+    for entry in [PlanEntry(plan, {}, {})] if isinstance(plan, str) else read_entries(plan):
+        make_config(entry.mechanism, entry.options)

@@ -117,6 +117,13 @@ def _find(option: str, name: str, file: str) -> str | None:
         return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
+class _Unsaved(nn.Module):
+    """What stands in for an encoder where all but that is saved."""
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Write nothing."""
+
+
 class SentenceModel:
     """What makes embeddings of an encoder's states: the modules of a folder, without the encoder itself.
 
@@ -208,6 +215,14 @@ class SentenceModel:
         """Write a folder that `SentenceTransformer(folder)` loads; the card is left to others."""
         with self.holding(encoder) as whole:
             whole.save_pretrained(str(folder), create_model_card=False)
+
+    def save_beside(self, folder: str | Path) -> None:
+        """Write what `save` does but for the encoder's own files."""
+        self._whole[0].model = _Unsaved()
+        try:
+            self._whole.save_pretrained(str(folder), create_model_card=False)
+        finally:
+            self._whole[0].model = None
 
     def encode(
         self, texts: Sequence[str], max_length: int, split: str = "test", prompts: Sequence[str] | None = None

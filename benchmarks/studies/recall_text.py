@@ -38,6 +38,7 @@ from hf_linattn.training.recall_rows import recall_prompts
 SHARES = {"plain": 0.4, "repeated": 0.24, "records": 0.11, "chains": 0.05, "counts": 0.06, "recall": 0.14}
 LINKS = ("{k} = {v}", "let {k} be {v}", "{k} := {v};", "The value of {k} is that of {v}.")
 FORMS = ("{k}: {v}", "The code of {k} is {v}.", "{k} = {v}", "Item {k} has the number {v}.", '"{k}": "{v}",')
+COUNTED = ("The most frequent words", "By how often they appear", "Words that came most often")
 BREAK = "\n\n"
 
 
@@ -164,8 +165,9 @@ class Writer:
         return self.filled(BREAK.join(("\n".join(lines), gap, answers)))
 
     def chains(self) -> list[int]:
-        """Return assignments of numbers to names and of names to names, scattered in text, then all names of a number."""
-        names = iter({self.name().upper() if self.random.random() < 0.5 else self.name() for _ in range(80)})
+        """Return assignments of numbers to names and of names to names, in text, then all names of each number."""
+        drawn = (self.name().upper() if self.random.random() < 0.5 else self.name() for _ in range(80))
+        names = iter(dict.fromkeys(drawn))
         form, numbers = self.random.choice(LINKS), self.random.sample(range(10**4, 10**5), self.random.randrange(5, 9))
         held = {number: [next(names) for _ in range(self.random.randrange(3, 7))] for number in numbers}
         links = {n: [form.format(k=k, v=v) for v, k in pairwise([str(n), *chain])] for n, chain in held.items()}
@@ -188,8 +190,7 @@ class Writer:
         while len(ids := self.ids(between.join(drawn))) > self.length - 200:
             drawn = drawn[: len(drawn) * (self.length - 200) // len(ids)]
         common = Counter(drawn).most_common(10)
-        asked = self.random.choice(("The most frequent words", "By how often they appear", "Words that came most often"))
-        first = f"{asked}: {', '.join(word for word, _ in common[:5])}."
+        first = f"{self.random.choice(COUNTED)}: {', '.join(word for word, _ in common[:5])}."
         return self.filled(BREAK.join((between.join(drawn), first, *(f"{word}: {n} times" for word, n in common))))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import json_object, require
 from ..errors import OptionError
-from ..plan import Plan, name_or_plan
+from ..plan import Plan, name_or_plan, require_registered
 from ..reading import read_tokenizer, require_file
 from .common import read_texts
 
@@ -70,6 +70,7 @@ class PlanRequest:
 
         Raises:
             DataError: a file of text is not there.
+            UnknownNameError: no mechanism has this name.
         """
         for file in self.text:
             require_file("text", file)
@@ -80,15 +81,18 @@ class PlanRequest:
         options = json_object("options", self.options)
         if self.plan == AUTO or self.keep is not None:
             read_keep(self.keep or KEEP)
+            require_registered(self.replacement())
             return None
         named: Plan = name_or_plan("mechanism", self.mechanism or "")
-        if not isinstance(named, str):
+        if isinstance(named, str):
+            layers = {} if self.layers is None else {"layers": self.layers}
+            named = [{"mechanism": named, "options": options, **layers}]
+        else:
             given = {"options": options or None, "layers": self.layers}
             for name, value in given.items():
                 require(name, value, value is None, "absent where mechanism is a plan, which has them itself")
-            return named
-        layers = {} if self.layers is None else {"layers": self.layers}
-        return [{"mechanism": named, "options": options, **layers}]
+        require_registered(named)
+        return named
 
     def replacement(self) -> dict[str, dict[str, Any]]:
         """Return what replaces heads where a plan is chosen, as a plan of all layers."""

@@ -14,7 +14,7 @@ import typer
 
 from ..atomic_io import write_text
 from ..errors import OptionError
-from ..plan import Plan, name_or_plan
+from ..plan import Plan, name_or_plan, require_registered
 from ..reading import read_tokenizer
 from .bench import numbers
 from .common import (
@@ -115,9 +115,11 @@ def read_attention(name: str) -> Plan:
     """Return a mechanism's name, a plan in JSON, or the plan of a file."""
     from ..chosen_plan import PLAN_SUFFIX, read_plan_file
 
-    if not name.endswith(PLAN_SUFFIX):
-        return name_or_plan("attention", name)
-    return read_plan_file(Path(name))
+    if name.endswith(PLAN_SUFFIX):
+        return read_plan_file(Path(name))
+    named: Plan = name_or_plan("attention", name)
+    require_registered(named)
+    return named
 
 
 def read_softmax(

@@ -8,19 +8,20 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_letters
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..atomic_io import is_writable
 from ..config import given_as, require, require_known
 from ..errors import OptionError
 from ..json_files import read_object
-from ..plan import PatchConfig, name_or_plan
+from ..plan import PatchConfig, name_or_plan, require_registered
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, reading, without_tokenizer
-from .choosing import PlanRequest, choice, in_words, save_beside
+from .choosing import PICTURE_FILE, PLAN_FILE, PlanRequest, choice, in_words, save_beside
 from .common import (
     DTYPES,
     check_calibration_tokens,
@@ -30,11 +31,12 @@ from .common import (
     require_original,
     to_default_device,
 )
-from .conversion_words import without_place, words
+from .conversion_words import CONFIGS, without_place, words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .. import ChosenPlan
     from ..cards import Calibrated, Conversion, Measured
     from ..sentence_models import SentenceModel
 
@@ -100,6 +102,8 @@ def run(wanted: Wanted) -> Done:
     if named is None or isinstance(named, ChosenPlan):
         from .. import report  # noqa: F401 - draws the plan at the end; a package that it lacks is named now
     across = None if wanted.cross_attention is None else name_or_plan("cross_attention", wanted.cross_attention)
+    if across is not None:
+        require_registered(across)
     model, modules = original(wanted)
     base = read_base(wanted.model, wanted.base_model)  # after the model: its error says all where there is none
     if base.hub_id is None:
@@ -125,6 +129,7 @@ def run(wanted: Wanted) -> Done:
         command=f"hf-linattn {shlex.join(without_place(word, wanted.model) for word in sys.argv[1:])}",
     )  # fmt: skip
     document = describe(model, wanted, conversion, list(beside)) | ({} if chosen is None else choice(chosen))
+    document["files"] = files_beside(model, beside.values(), modules, conversion, chosen)
     if batches:
         document["calibration"] = calibration_document(batches, fitted)
     if not wanted.dry_run:
@@ -258,6 +263,25 @@ def measured_state(model: PreTrainedModel, length: int | None, wanted: Wanted) -
 def bytes_of_weights(model: PreTrainedModel) -> int:
     """Return the bytes of all tensors that are saved, those that are tied once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
+
+
+def files_beside(
+    model: PreTrainedModel, processors: Iterable[Any], modules: SentenceModel | None, conversion: Conversion,
+    chosen: ChosenPlan | None,
+) -> list[str]:  # fmt: skip
+    """Return the names of what is written beside the weights; what says them by saving alone is saved to nowhere."""
+    with TemporaryDirectory() as nowhere:
+        folder = Path(nowhere)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if modules is not None:
+            modules.save_beside(folder)
+        for processor in processors:
+            processor.save_pretrained(folder)
+        names = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    plan = () if chosen is None else (PLAN_FILE, PICTURE_FILE)
+    licence = () if conversion.base.licence is None else (conversion.base.licence.name,)
+    return [*CONFIGS, *sorted(names.difference(CONFIGS)), *plan, *licence]
 
 
 def files_of_weights(model: PreTrainedModel, max_shard_size: str) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..cards import Conversion
 
 CONFIGS = ("config.json", "configuration_hf_linattn.py", "README.md")  # written beside the weights
+INDEX = "model.safetensors.index.json"  # of weights in several files
 TEXT, HELD_OUT = "text.txt", "test.txt"  # where none was given; that nothing was fitted to or chosen by
 # Auto class -> how a model of it is measured; recipes recover the same ones
 MEASURED_BY = {
@@ -52,9 +53,9 @@ def words(
     done = f"{document['converted_layers']} of {document['layers']} attention layers converted"
     if not document["written"]:
         size, count = in_bytes(document["weight_bytes"]), document["weight_files"]
-        weights = f"model.safetensors ({size})" if count == 1 else f"{count} files model-*.safetensors ({size})"
-        plan = ["plan.json", "plan.png"] if "kept" in document else []
-        files = ", ".join([weights, *CONFIGS, *document["processors"], *plan])
+        several = [f"{count} files model-*.safetensors ({size})", INDEX]
+        weights = [f"model.safetensors ({size})"] if count == 1 else several
+        files = ", ".join([*weights, *document["files"]])
         return [*said, f"{done}; to be written to {output}: {files}", "nothing was written (--dry-run)"]
     text = str(next(iter([*calibrate, *texts]), TEXT))
     steps = next_steps(conversion, model, output, text, plan_options(document, conversion.patches[""]))

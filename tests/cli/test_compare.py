@@ -8,6 +8,7 @@ import json
 import math
 import re
 import signal
+import threading
 import time
 from importlib import import_module
 from pathlib import Path
@@ -23,8 +24,8 @@ import hf_linattn
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.cli import app
 from hf_linattn.cli.compare import compare as command
+from hf_linattn.comparison import deadline, time_limit
 from hf_linattn.comparison import measure as comparing
-from hf_linattn.comparison import time_limit
 from hf_linattn.comparison.deadline import TimeIsUpError
 from hf_linattn.mechanisms import MECHANISMS
 from hf_linattn.mechanisms.linear import LinearMechanism
@@ -160,15 +161,22 @@ def test_a_mechanism_that_another_package_registered_is_one_like_others(place, m
 
 
 def test_a_plan_whose_time_is_up_keeps_what_was_measured_and_the_next_one_starts_anew(place, monkeypatch):
-    measure, calls, left = comparing.measure_memory, [], watch_models(monkeypatch, "compare")
+    measure, timers, left = comparing.measure_memory, [], watch_models(monkeypatch, "compare")
+
+    def timer(seconds, ring):
+        assert seconds == pytest.approx(3)
+        timers.append(Mock(ring=ring))
+        return timers[-1]
 
     def slow_at_first(*arguments, **options):
-        calls.append(options)
-        start = time.perf_counter()
-        while len(calls) == 1 and time.perf_counter() - start < 60:
-            pass
+        if len(timers) == 1:
+            timers[0].ring()
+            start = time.perf_counter()
+            while time.perf_counter() - start < 60:
+                pass
         return measure(*arguments, **options)
 
+    monkeypatch.setattr(deadline, "threading", SimpleNamespace(**{**vars(threading), "Timer": timer}))
     monkeypatch.setattr(comparing, "measure_memory", slow_at_first)
     given = ["local", "linear", "--model", place / "gpt2", "--text", place / "test.txt", *LENGTHS]
     result = run(*given, "--limit-minutes", 0.05, code=3)
@@ -232,6 +240,7 @@ REFUSED = {
     ("missing.json",): "plan='missing.json' cannot be read",
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
     ("linear", "--max-length", "65"): "max_length must be 2 to 64, the positions of the model, got 65",
+    ("linear", "--lengths", "1"): "lengths must be 2 or more where max_length is absent",
     ("linear", "--lengths", "a"): "lengths must be numbers",
     ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0 and at most 1.5e+08, got 0",
     ("linear", "--limit-minutes", "inf"): "at most 1.5e+08, got inf",

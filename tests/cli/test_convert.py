@@ -76,8 +76,9 @@ def test_a_dry_run_announces_what_is_written_then_and_writes_nothing(original, t
     assert announced["calibration"] == {"tokens": 3 * ROW}
     saved = load_file(tmp_path / "out" / "model.safetensors").values()
     assert sum(tensor.nbytes for tensor in saved) == announced["weight_bytes"]
-    files = re.findall(r"[\w.]+\.\w+", shown.split("to be written to")[1].partition(": ")[2])
-    assert {file.name for file in (tmp_path / "out").iterdir()} >= set(files) > {"model.safetensors", "README.md"}
+    named = shown.split("to be written to")[1].partition(": ")[2].splitlines()[0]
+    files = [file.partition(" (")[0] for file in named.split(", ")]
+    assert sorted(files) == sorted(file.name for file in (tmp_path / "out").iterdir())
     for part in ("hybrid(window_size=8, num_sink_tokens=1)", "softmax", "nothing was written", "calibrated on 192"):
         assert part in shown, part
     keys_and_values = 2 * 2 * make_model("gpt2").config.n_embd * 40 * 4  # of two layers, in float32
@@ -92,6 +93,7 @@ def test_a_dry_run_announces_as_many_files_of_weights_as_are_written(original, t
     answer(*arguments)
     written = len(list((tmp_path / "out").glob("model-*.safetensors")))
     assert written == announced["weight_files"] > 1 and f"{written} files model-*.safetensors (" in shown
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() and "), model.safetensors.index.json," in shown
 
 
 def test_calibrate_fits_what_is_saved_on_whole_rows_of_the_text(original, tmp_path):

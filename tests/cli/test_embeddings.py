@@ -39,7 +39,11 @@ def folder(tmp_path_factory) -> Path:
 
 def test_it_is_converted_with_its_modules_and_scored_beside_its_original(folder, tmp_path):
     out, options = tmp_path / "out", ("--mechanism", "linear", "--max-positions", 16)
+    announced = json.loads(answer("convert", folder / "model", out, *options, "--json", "--dry-run"))
+    assert not out.exists()
     done = json.loads(answer("convert", folder / "model", out, *options, "--json"))
+    written = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
+    assert sorted([*announced["files"], "model.safetensors"]) == written
     assert done["model_class"] == "BertModel" and done["processors"] == ["tokenizer_config.json"]
     model, original = (SentenceTransformer(str(path), device="cpu") for path in (out, folder / "model"))
     assert hf_linattn.is_patched(model) and model.max_seq_length == 16
