@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .architecture import root_model
 from .attention_call import AttentionCall, intercept_attention
-from .config import require_count
+from .config import require, require_count
 from .dtypes import in_fast_dtype
 from .errors import OptionError
 from .held_out import Calibration, Judge, Split, squared_errors, take_the_better, write
@@ -88,6 +88,7 @@ def calibrate(
     require_count("steps", steps)
     require_batches(batches, OR_TEXTS)
     mechanisms = get_mechanisms(model)
+    require("tokenizer", tokenizer, tokenizer is None or callable(tokenizer), "the model's, which reads texts")
     batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]

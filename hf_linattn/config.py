@@ -36,6 +36,8 @@ class MechanismConfig:
     seed: int = field(default=0, metadata={"help": "seed of everything random in the mechanism; one stream per layer"})
 
     def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            setattr(self, f.name, numbers_as_data(getattr(self, f.name)))
         require_seed(self.seed)
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -76,6 +78,20 @@ class MechanismConfig:
         """Return the options as JSON-able data, the inverse of `from_options`."""
         options = dataclasses.asdict(self)
         return {f.name: options[f.name] for f in dataclasses.fields(self) if f.init}
+
+
+def numbers_as_data(value: Any) -> Any:
+    """Return an option with the numbers of NumPy and PyTorch in it as Python and JSON have them.
+
+    >>> import numpy as np
+    >>> numbers_as_data({"window_size": np.int64(64)})
+    {'window_size': 64}
+    """
+    if isinstance(value, dict):
+        return {name: numbers_as_data(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [numbers_as_data(part) for part in value]
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def require(name: str, value: object, valid: bool, expected: str) -> None:

@@ -320,8 +320,9 @@ def test_progress_is_shown_where_a_person_reads(asked, terminal, shown, capsys, 
         ("w5 w6", {"tokenizer": make_tokenizer()}, r"texts must be .*, got one string; pass \[text\]"),
         ([{"input_ids": IDS}], {"tokenizer": make_tokenizer()}, r"texts must be .*, got \{'input_ids'.*; pass str"),
         (None, {"tokenizer": make_tokenizer()}, r"dicts of tensors, got None; give texts with tokenizer="),
+        (["w5 w6"], {"tokenizer": 3}, r"tokenizer must be the model's, which reads texts, got 3"),
     ],
-    ids=["text", "lists", "short", "string", "no texts", "none"],
+    ids=["text", "lists", "short", "string", "no texts", "none", "no tokenizer"],
 )
 def test_what_is_no_batch_is_refused_by_name(batches, options, message):
     model = make_words()

@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
 from hf_linattn import (
     CheckpointError,
@@ -44,6 +46,17 @@ from tests.models import make_model
 )
 def test_layers_are_parsed(spec, expected):
     assert parse_layers(spec, num_layers=8) == expected
+
+
+@pytest.mark.parametrize("number", [np.asarray, lambda x: torch.from_numpy(np.array(x))], ids=["numpy", "torch"])
+@pytest.mark.parametrize("name", list_mechanisms())
+def test_numbers_of_other_packages_are_options_like_others(name, number):
+    options = make_config(name, {}).to_options()
+    plain = {option: value for option, value in options.items() if type(value) in (int, float)}
+    config = make_config(name, {option: number(value)[()] for option, value in plain.items()})
+    assert json.dumps(config.to_options()) == json.dumps(options)
+    inside = make_config("hybrid", {"linear_options": {"feature_dim": number(8)[()]}, "window_size": number(4)[()]})
+    assert json.loads(json.dumps(inside.to_options()))["linear_options"] == {"feature_dim": 8}
 
 
 @pytest.mark.parametrize("spec", [8, -9, "6-8", [0, 8]])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CALIBRATION_TOKENS = 8192  # as of `calibration_rows`, which is imported with PyTorch
 DTYPES = ("bfloat16", "float16", "float32")
+SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 MOST_THREADS = 1024  # with many more the libraries of threads end the process
 STOPPED = 3
 EXIT_CODES = {
@@ -236,6 +237,18 @@ def require_converted(option: str, name: str, model: PreTrainedModel) -> None:
 
     if not is_patched(model):
         raise OptionError(f"{option}={name!r} is not converted; give a folder that hf-linattn convert wrote")
+
+
+def require_same_tokens(option: str, name: str, tokenizer: Any, model: str, converted: Any) -> None:
+    """Raise `OptionError` where a model to stand beside has other tokens: what both read would be no longer the same.
+
+    tokenizer: of the model that this option names. converted: that of `model`.
+    """
+    words, sample = tokenizer.get_vocab(), tokenizer(SAMPLE)["input_ids"]
+    if words != converted.get_vocab() or sample != converted(SAMPLE)["input_ids"]:
+        raise OptionError(
+            f"{option}={name!r} has another tokenizer than model={model!r}; give the model that it was converted from"
+        )
 
 
 def set_threads(threads: int | None) -> None:

@@ -24,6 +24,7 @@ from .common import (
     exit_on_error,
     read_language_model,
     read_texts,
+    require_same_tokens,
     show,
 )
 from .eval_classifier import (
@@ -40,11 +41,10 @@ from .eval_classifier import (
 from .eval_embeddings import embedding_scores
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from ..evaluation.suite import SuiteOptions
 
-SAMPLE = "The tokens of 2 models, naïve or not:\n\tare they the same?"
 LENGTH, SUITE_LENGTH = 512, 1024  # tokens of a window, where none are asked for and there are as many positions
 LONG_PROMPTS = 1000  # or half the positions
 OUTPUT = Path("evaluation.json")
@@ -225,8 +225,9 @@ def run_suite(
 
     chosen = suites.suite_names(suite)
     start, tokenizer = time.perf_counter(), read_tokenizer("model", paths["converted"])
-    for role in paths:
-        check_tokenizer(role, paths, tokenizer)
+    for role, path in paths.items():
+        if role != "converted":
+            require_same_tokens(role, path, read_tokenizer(role, path), paths["converted"], tokenizer)
     # before hours go into the measurements: prompts that one model has positions for are those of all
     facts = {role: ask(role, path, dtype, facts_of) for role, path in paths.items()}
     limit = suites.fewest(*(limit for limit, _, _ in facts.values()))
@@ -283,15 +284,3 @@ def facts_of(model: PreTrainedModel) -> tuple[int | None, int | None, dict[str, 
     from ..evaluation.suite import exact_window
 
     return position_limit(model), exact_window(model), {"device": model.device, "dtype": model.dtype}
-
-
-def check_tokenizer(role: str, paths: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `OptionError` where a model to stand beside has other tokens: its items would be others."""
-    if role == "converted":
-        return
-    own = read_tokenizer(role, paths[role])
-    if own.get_vocab() != tokenizer.get_vocab() or own(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
-        raise OptionError(
-            f"{role}={paths[role]!r} has another tokenizer than model={paths['converted']!r}; give the model that it"
-            " was converted from"
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import LARGEST_COUNT, require, require_count
 from ..errors import DataError, OptionError
-from .common import DTYPES, placed
+from .common import DTYPES, placed, require_same_tokens
 from .eval_classifier import RowOptions
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def embedding_scores(
     windows = None if window is None else windows_for(modules.tokenizer, window, options.document_stride)
     length = max_length or (LARGEST_COUNT if windows else own)
     reading: dict[str, Any] = {"max_length": length, "batch_size": batch_size, "windows": windows}
-    original = wanted(options.original, dtype, texts, reading)
+    original = wanted(options.original, model, modules.tokenizer, dtype, texts, reading)
     found = embeddings.embedding_scores(modules, encoder, texts, original, **reading)
     count = found.pop("num_tokens")
     document = {
@@ -76,8 +76,14 @@ def read_texts(files: list[Path], options: RowOptions) -> Texts:
     return texts
 
 
-def wanted(original: str | None, dtype: str | None, texts: Texts, reading: dict[str, Any]) -> Any:
-    """Return the original's embeddings of the whole texts; it reads them in windows where they are too long for it."""
+def wanted(
+    original: str | None, model: str, tokenizer: Any, dtype: str | None, texts: Texts, reading: dict[str, Any]
+) -> Any:
+    """Return the original's embeddings of the whole texts; it reads them in windows where they are too long for it.
+
+    Raises:
+        OptionError: it has another tokenizer than the model.
+    """
     from ..evaluation import position_limit
     from ..evaluation.document_windows import windows_for
     from ..sentence_models import SentenceModel
@@ -85,6 +91,7 @@ def wanted(original: str | None, dtype: str | None, texts: Texts, reading: dict[
     if original is None:
         return None
     modules = SentenceModel(original, dtype or "auto", "original")
+    require_same_tokens("original", original, modules.tokenizer, model, tokenizer)
     encoder = placed(modules.take_encoder(), dtype)
     limit, windows = position_limit(encoder), reading["windows"]
     if limit is not None and reading["max_length"] > limit and (windows is None or windows.length > limit):

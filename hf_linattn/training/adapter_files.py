@@ -30,7 +30,7 @@ from hf_linattn import get_patch_config, is_patched, patch_model, unpatch_model
 from hf_linattn.adapter_config import ADAPTER_TYPE, CONFIG_FILE, WEIGHTS_FILE, read_adapter_config
 from hf_linattn.architecture import root_model
 from hf_linattn.atomic_io import write_json, write_whole
-from hf_linattn.config import require_count
+from hf_linattn.config import require, require_count
 from hf_linattn.errors import CheckpointError, OptionError, PatchError, UnsupportedModelError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.positions.tables import position_tables
@@ -166,6 +166,8 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
         >>> model = load_adapter(model, "runs/mine/adapter")  # doctest: +SKIP
     """
+    root_model(model)  # or the error says what is given in its place
+    require("path", path, isinstance(path, str | os.PathLike), "a folder, or a name on the Hub")
     if isinstance(model, PeftModel) or has_adapters(model):
         raise PatchError(
             f"{type(model).__name__} has adapters already; give the model without them, adapted.unload() of the"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import AutoTokenizer
 
 import hf_linattn
 from hf_linattn.errors import UnsupportedModelError
@@ -92,6 +93,18 @@ def test_pairs_and_windows(folder):
 def test_what_does_not_fit_is_said_in_one_line(folder, file, options, message):
     said = " ".join(refuse("eval", folder / "model", folder / file, *options).split())
     assert re.search(message, said), said
+
+
+def test_an_original_of_other_tokens_or_that_is_not_there_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    given = "eval", folder / "model", folder / "rows.jsonl", "--original"
+    assert "other' has another tokenizer than model='" in refuse(*given, tmp_path / "other")
+    for missing in (tmp_path / "nothing", "nothing"):
+        said = " ".join(refuse(*given, missing).split())
+        assert f"original='{missing}'" in said and "there is no" in said, said
 
 
 def test_a_cross_encoder_is_the_classifier_that_its_folder_holds(folder, tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_linattn import get_mechanisms, is_patched, patch_model
-from hf_linattn.errors import CheckpointError, OptionError, PatchError
+from hf_linattn.errors import CheckpointError, OptionError, PatchError, UnsupportedModelError
 from hf_linattn.plan import PatchConfig
 from hf_linattn.report import Report
 from hf_linattn.support.tiny import tiny_model
@@ -199,6 +199,10 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
     add_adapters(patch_model(original(), "linear"), rank=2).save_pretrained(tmp_path / "plain")
     with pytest.raises(CheckpointError, match=r"holds an adapter of type .*LORA, which is not one of this library"):
         load_adapter(original(), tmp_path / "plain")
+    with pytest.raises(OptionError, match="path must be a folder, or a name on the Hub, got None"):
+        load_adapter(original(), None)
+    with pytest.raises(UnsupportedModelError, match=r"model must be a transformers PreTrainedModel .*, got NoneType"):
+        load_adapter(None, folder)
 
 
 def changed_config(folder: Path, **changes) -> Path:
