@@ -144,8 +144,8 @@ class SentenceModel:
         if not is_sentence_model(option, name):
             if not Path(name).is_dir() and _find(option, name, "config.json") is None:
                 raise CheckpointError(
-                    f"{option}={name!r}: there is no such folder, and no such model of the Hub was found; give a folder"
-                    " with an embedding model, or the name of one on the Hub and a connection"
+                    f"{option}={name!r}: there is no such folder, and no such model of the Hub was found; give a"
+                    " folder with an embedding model, or the name of one on the Hub and a connection"
                 )
             raise CheckpointError(
                 f"{option}={name!r} is no {EMBEDDING} with a {MODULES_FILE}, so nothing says how its states become an"

@@ -231,3 +231,7 @@ def test_more_tokens_than_a_static_cache_has_room_for_are_refused():
     model = make_planned("by head")
     with pytest.raises(UnsupportedModeError, match=r"room for 8 tokens, and 9 were read.*max_cache_len"):
         logits_of(model, SINGLE[0], past_key_values=StaticCache(config=model.config, max_cache_len=8))
+    full = StaticCache(config=model.config, max_cache_len=8)
+    logits_of(model, SINGLE[0][:, :8], past_key_values=full)
+    with pytest.raises(UnsupportedModeError, match=r"room for 8 tokens, and 9 were read.*max_cache_len"):
+        logits_of(model, SINGLE[0][:, 8:9], past_key_values=full)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedModeError
 from ..ops import reference
 from ..ops.common.exact_softmax import softmax_attention
-from ..ops.common.fixed_keys import FixedKeys
+from ..ops.common.fixed_keys import FixedKeys, require_room
 from ..ops.common.growing import grown
 from ..ops.common.precision import accum_dtype
 from .capabilities import ExactnessLimit
@@ -130,11 +129,7 @@ class SoftmaxMechanism(SoftmaxTypeMechanism):
     def fixed_state(self, state: Any, room: int) -> FixedKeys:
         if isinstance(state, FixedKeys):
             return state
-        if (count := state.key.shape[2]) > room:
-            raise UnsupportedModeError(
-                f"past_key_values is a static cache with room for {room} tokens, and {count} were read; make it with a"
-                " larger max_cache_len"
-            )
+        require_room(state.key.shape[2], room)
         return FixedKeys.of(state.key, state.value, state.visible if state.visible.shape[1] else None, room)
 
     @property

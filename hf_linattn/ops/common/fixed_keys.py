@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...errors import UnsupportedModeError
+from .tracing import is_known
+
+
+def require_room(count: int, room: int) -> None:
+    """Raise `UnsupportedModeError` for more tokens than there are places."""
+    if count > room:
+        raise UnsupportedModeError(
+            f"past_key_values is a static cache with room for {room} tokens, and {count} were read; make it with a"
+            " larger max_cache_len"
+        )
+
 
 class FixedKeys(NamedTuple):
     """Keys and values in memory that has room for all there will be.
@@ -35,8 +47,13 @@ class FixedKeys(NamedTuple):
         """Write one token of each row behind the others, at one place in all rows; return its position [B, 1, 1].
 
         key: [B, Hkv, 1, D]. value: [B, Hkv, 1, Dv]. real: [B, 1], false for pads; None if none are.
+
+        Raises:
+            UnsupportedModeError: all places are taken. On other devices than a CPU nobody looks: that would wait.
         """
         place, position = self.length[:1], self.length[:, None, None] + 1
+        if place.device.type == "cpu" and is_known(place):
+            require_room(int(place) + 1, self.key.shape[2])
         self.key.index_copy_(2, place, key.to(self.key.dtype))
         self.value.index_copy_(2, place, value.to(self.value.dtype))
         self.position.index_copy_(2, place, position if real is None else position * real[:, None])
