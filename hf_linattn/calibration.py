@@ -88,7 +88,6 @@ def calibrate(
     require_count("steps", steps)
     require_batches(batches, OR_TEXTS)
     mechanisms = get_mechanisms(model)
-    require("tokenizer", tokenizer, tokenizer is None or callable(tokenizer), "the model's, which reads texts")
     batches = batches if tokenizer is None else _rows_of(model, tokenizer, batches)
     fitted = what_is_fitted(mechanisms)
     parameters = [parameter for several in fitted.values() for parameter in several]
@@ -156,6 +155,7 @@ def _rows_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Any) -
     """Return texts as batches; what that needs is imported where texts are given alone."""
     from .calibration_rows import calibration_batches
 
+    require("tokenizer", tokenizer, callable(tokenizer), "the model's, which reads texts")
     return calibration_batches(root_model(model), tokenizer, texts)
 
 

@@ -169,15 +169,15 @@ class Writer:
         drawn = (self.name().upper() if self.random.random() < 0.5 else self.name() for _ in range(80))
         names = iter(dict.fromkeys(drawn))
         form, numbers = self.random.choice(LINKS), self.random.sample(range(10**4, 10**5), self.random.randrange(5, 9))
-        held = {number: [next(names) for _ in range(self.random.randrange(3, 7))] for number in numbers}
-        links = {n: [form.format(k=k, v=v) for v, k in pairwise([str(n), *chain])] for n, chain in held.items()}
+        named = {number: [next(names) for _ in range(self.random.randrange(3, 7))] for number in numbers}
+        links = {n: [form.format(k=k, v=v) for v, k in pairwise([str(n), *chain])] for n, chain in named.items()}
         lines = list[str]()
         while any(links.values()):
             lines.append(links[self.random.choice([n for n in numbers if links[n]])].pop(0))
             other = self.plain(of=self.pick(), count=self.random.randrange(10, 50))
             lines.append(self.tokenizer.decode(other).replace("\n", " "))
         self.random.shuffle(numbers)
-        answers = "\n".join(f"The names with the value {n}, in order: {' '.join(held[n])}" for n in numbers)
+        answers = "\n".join(f"The names with the value {n}, in order: {' '.join(named[n])}" for n in numbers)
         return self.filled(BREAK.join(("\n".join(lines), answers)))
 
     def counts(self) -> list[int]:
