@@ -2,13 +2,11 @@
 
     python -m benchmarks.studies.recall_text SmolLM2-135M-Instruct/ train.jsonl books.jsonl.gz web.jsonl.gz
 
-A row has 2,046 tokens, so that with those around a text it fills a row of 2,048. Of the six kinds
+A row has 2,046 tokens, so that with those around a text it fills a row of 2,048. Of the four kinds
 
 - `plain` is a stretch of one text, or of several;
 - `repeated` has a passage, another text, and the passage again, in three of five rows with its sentences reordered;
 - `records` are names with values (UUIDs, numbers, words), some text, and the same records in another order;
-- `chains` are names with numbers or with other names, scattered in text, and all names of each number;
-- `counts` are a thousand words, drawn unevenly, and the words by how often they came;
 - `recall` is a prompt of `hf-linattn eval --suite recall` with its answer, none that a test has, and plain text.
 
 A recipe that trains on all tokens of such rows teaches the exact heads of a plan to carry what windows lose. Tests of
@@ -22,11 +20,8 @@ import json
 import random
 import re
 import uuid
-from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Annotated
 
 import typer
@@ -35,10 +30,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hf_linattn.atomic_io import write_text
 from hf_linattn.training.recall_rows import recall_prompts
 
-SHARES = {"plain": 0.4, "repeated": 0.24, "records": 0.11, "chains": 0.05, "counts": 0.06, "recall": 0.14}
-LINKS = ("{k} = {v}", "let {k} be {v}", "{k} := {v};", "The value of {k} is that of {v}.")
+SHARES = {"plain": 0.45, "repeated": 0.28, "records": 0.13, "recall": 0.14}
 FORMS = ("{k}: {v}", "The code of {k} is {v}.", "{k} = {v}", "Item {k} has the number {v}.", '"{k}": "{v}",')
-COUNTED = ("The most frequent words", "By how often they appear", "Words that came most often")
 BREAK = "\n\n"
 
 
@@ -74,7 +67,7 @@ class Writer:
 
         makers: dict[str, Callable[[], list[int]]] = {
             "plain": lambda: self.plain(self.length + 8), "repeated": self.repeated, "records": self.records,
-            "chains": self.chains, "counts": self.counts, "recall": recall,
+            "recall": recall,
         }  # fmt: skip
         found = []
         for kind, share in SHARES.items():
@@ -118,7 +111,7 @@ class Writer:
     def filled(self, text: str) -> list[int]:
         """Return the tokens of a text, and plain ones behind it up to a row."""
         ids = self.ids(text)
-        return ids + self.ids(BREAK) + self.plain(self.length) if len(ids) < self.length else ids
+        return ids + self.plain(self.length) if len(ids) < self.length else ids
 
     def repeated(self) -> list[int]:
         """Return a passage, other text, and the passage again, or its sentences in another order."""
@@ -163,35 +156,6 @@ class Writer:
         self.random.shuffle(asked)
         answers = "\n".join(again.format(k=name, v=value) for name, value in asked)
         return self.filled(BREAK.join(("\n".join(lines), gap, answers)))
-
-    def chains(self) -> list[int]:
-        """Return assignments of numbers to names and of names to names, in text, then all names of each number."""
-        drawn = (self.name().upper() if self.random.random() < 0.5 else self.name() for _ in range(80))
-        names = iter(dict.fromkeys(drawn))
-        form, numbers = self.random.choice(LINKS), self.random.sample(range(10**4, 10**5), self.random.randrange(5, 9))
-        named = {number: [next(names) for _ in range(self.random.randrange(3, 7))] for number in numbers}
-        links = {n: [form.format(k=k, v=v) for v, k in pairwise([str(n), *chain])] for n, chain in named.items()}
-        lines = list[str]()
-        while any(links.values()):
-            lines.append(links[self.random.choice([n for n in numbers if links[n]])].pop(0))
-            other = self.plain(of=self.pick(), count=self.random.randrange(10, 50))
-            lines.append(self.tokenizer.decode(other).replace("\n", " "))
-        self.random.shuffle(numbers)
-        answers = "\n".join(f"The names with the value {n}, in order: {' '.join(named[n])}" for n in numbers)
-        return self.filled(BREAK.join(("\n".join(lines), answers)))
-
-    def counts(self) -> list[int]:
-        """Return words, some of them drawn far more often than others, then these by how often they came."""
-        spelt = ["".join(self.random.choices(ascii_lowercase, k=self.random.randrange(4, 8))) for _ in range(40)]
-        words = self.random.sample(self.words, 40) if self.random.random() < 0.5 else spelt
-        power = self.random.uniform(0.7, 1.6)
-        drawn = self.random.choices(words, [(i + 1) ** -power for i in range(len(words))], k=1200)
-        between = self.random.choice((" ", " ", ", ", "\n"))
-        while len(ids := self.ids(between.join(drawn))) > self.length - 200:
-            drawn = drawn[: len(drawn) * (self.length - 200) // len(ids)]
-        common = Counter(drawn).most_common(10)
-        first = f"{self.random.choice(COUNTED)}: {', '.join(word for word, _ in common[:5])}."
-        return self.filled(BREAK.join((between.join(drawn), first, *(f"{word}: {n} times" for word, n in common))))
 
 
 def read_texts(file: Path, without: list[str]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from transformers import AutoTokenizer
@@ -36,18 +35,6 @@ def test_what_a_row_repeats_stands_in_it_twice(writer):
         assert sum(passage.count(line) > 1 for line in lines) > 10
 
 
-def test_what_a_row_asks_for_is_what_stands_in_it(writer):
-    for _ in range(5):
-        given, asked = re.split(r"The names with the value", writer.tokenizer.decode(writer.chains()), maxsplit=1)
-        for number, names in re.findall(r"(\d{5}), in order: (.+)", asked.split("\n\n")[0]):
-            chain = [number, *names.split(" ")]
-            for value, name in pairwise(chain):
-                assert any({value, name} <= {*re.findall(r"[\w-]+", line)} for line in given.splitlines())
-        listed = re.search(r"(.+?)\n\n[^\n]+: ([^\n]+)\.\n\n", writer.tokenizer.decode(writer.counts()), re.DOTALL)
-        found = Counter(re.findall(r"[a-z]+", listed[1]))
-        assert listed[2].split(", ") == [word for word, _ in found.most_common(5)]
-
-
 def test_rows_of_all_kinds_are_written_whole_and_of_one_length(texts, tmp_path):
     for name, part in (("a", texts[:30]), ("b", texts[30:])):
         rows = [{"text": text, "kind": "left out" if number < 10 else "kept"} for number, text in enumerate(part)]
@@ -56,11 +43,11 @@ def test_rows_of_all_kinds_are_written_whole_and_of_one_length(texts, tmp_path):
     assert read_texts(files[0], ["left out"]) == texts[10:30]
     tokenizer, written = AutoTokenizer.from_pretrained(LLAMA), []
     for name in ("one", "two"):
-        main(LLAMA, tmp_path / name, files, [2.0, 1.0], ["left out"], rows=20, length=1020, seed=3)
+        main(LLAMA, tmp_path / name, files, [2.0, 1.0], ["left out"], rows=15, length=1020, seed=3)
         written.append((tmp_path / name).read_text())
     assert written[0] == written[1], "the same seed"
     rows = [json.loads(line) for line in written[0].splitlines()]
-    assert Counter(row["kind"] for row in rows) == {kind: int(20 * share) for kind, share in SHARES.items()}
+    assert Counter(row["kind"] for row in rows) == {kind: int(15 * share) for kind, share in SHARES.items()}
     for row in rows:
         tokens = len(tokenizer(row["text"], add_special_tokens=False)["input_ids"])
         assert tokens == 1020 or (row["kind"] == "recall" and abs(tokens - 1020) < 8)
