@@ -13,7 +13,7 @@ from typing import Any
 from .atomic_io import write_text
 from .errors import CheckpointError, PatchError
 from .mechanisms import AttentionLayer
-from .plan import Plan, read_plan, softmax_beside_states
+from .plan import Plan, read_plan, require_registered, softmax_beside_states
 from .reading import reading
 
 FORMAT_VERSION = 1
@@ -183,7 +183,9 @@ def read_plan_file(path: Path, *others: str) -> Plan | ChosenPlan:
         content = json.loads(text)
     if isinstance(content, dict) and "format_version" in content:
         return ChosenPlan.from_json(text)
-    return read_plan("plan", text)
+    plan = read_plan("plan", text)
+    require_registered(plan)
+    return plan
 
 
 def _counts(heads: Sequence[int]) -> str:

@@ -208,26 +208,18 @@ class SentenceModel:
         return encoder
 
     @contextmanager
-    def holding(self, encoder: nn.Module) -> Iterator[Any]:
-        """Give the `SentenceTransformer` with an encoder in its place, for a while."""
-        self._whole[0].model = architecture.root_model(encoder)
+    def holding(self, encoder: nn.Module | None) -> Iterator[Any]:
+        """Give the `SentenceTransformer` with an encoder in its place, for a while; None: one that saves nothing."""
+        self._whole[0].model = _Unsaved() if encoder is None else architecture.root_model(encoder)
         try:
             yield self._whole
         finally:
             self._whole[0].model = None
 
-    def save(self, encoder: nn.Module, folder: str | Path) -> None:
-        """Write a folder that `SentenceTransformer(folder)` loads; the card is left to others."""
+    def save(self, encoder: nn.Module | None, folder: str | Path) -> None:
+        """Write a folder that `SentenceTransformer(folder)` loads, without its encoder for None, and no card."""
         with self.holding(encoder) as whole:
             whole.save_pretrained(str(folder), create_model_card=False)
-
-    def save_beside(self, folder: str | Path) -> None:
-        """Write what `save` does but for the encoder's own files."""
-        self._whole[0].model = _Unsaved()
-        try:
-            self._whole.save_pretrained(str(folder), create_model_card=False)
-        finally:
-            self._whole[0].model = None
 
     def encode(
         self, texts: Sequence[str], max_length: int, split: str = "test", prompts: Sequence[str] | None = None

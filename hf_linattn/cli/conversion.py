@@ -21,7 +21,7 @@ from ..errors import OptionError
 from ..json_files import read_object
 from ..plan import PatchConfig, name_or_plan, require_registered
 from ..reading import TOKENIZER_FILE, find_tokenizer, is_there, read_tokenizer, reading, without_tokenizer
-from .choosing import PICTURE_FILE, PLAN_FILE, PlanRequest, choice, in_words, save_beside
+from .choosing import PlanRequest, choice, in_words, save_beside
 from .common import (
     DTYPES,
     check_calibration_tokens,
@@ -93,7 +93,6 @@ def run(wanted: Wanted) -> Done:
     """Convert a model, or say what would come of it."""
     from .. import ChosenPlan, patch_model, unpatch_model
     from ..cards import SENTENCES, Conversion, check_hub_id, loader_of, read_base
-    from ..sentence_models import keep_pair_files
 
     check_output(wanted.output)
     check_shard_size(wanted.max_shard_size)
@@ -129,15 +128,10 @@ def run(wanted: Wanted) -> Done:
         command=f"hf-linattn {shlex.join(without_place(word, wanted.model) for word in sys.argv[1:])}",
     )  # fmt: skip
     document = describe(model, wanted, conversion, list(beside)) | ({} if chosen is None else choice(chosen))
-    document["files"] = files_beside(model, beside.values(), modules, conversion, chosen)
     if batches:
         document["calibration"] = calibration_document(batches, fitted)
-    if not wanted.dry_run:
-        if modules is not None:
-            modules.save(model, wanted.output)
-        document |= write(model, wanted, conversion, chosen, beside.values())
-        if modules is None:
-            keep_pair_files("model", wanted.model, wanted.output)
+    to_write = wanted, conversion, chosen, beside.values(), modules
+    document |= {"files": files_beside(model, *to_write)} if wanted.dry_run else write(model, *to_write)
     head = [] if chosen is None else [in_words(chosen)]
     return Done(document, [*head, *words(document, conversion, wanted.model, wanted.calibrate, wanted.plan.text)])
 
@@ -265,25 +259,6 @@ def bytes_of_weights(model: PreTrainedModel) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values())
 
 
-def files_beside(
-    model: PreTrainedModel, processors: Iterable[Any], modules: SentenceModel | None, conversion: Conversion,
-    chosen: ChosenPlan | None,
-) -> list[str]:  # fmt: skip
-    """Return the names of what is written beside the weights; what says them by saving alone is saved to nowhere."""
-    with TemporaryDirectory() as nowhere:
-        folder = Path(nowhere)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-        if modules is not None:
-            modules.save_beside(folder)
-        for processor in processors:
-            processor.save_pretrained(folder)
-        names = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    plan = () if chosen is None else (PLAN_FILE, PICTURE_FILE)
-    licence = () if conversion.base.licence is None else (conversion.base.licence.name,)
-    return [*CONFIGS, *sorted(names.difference(CONFIGS)), *plan, *licence]
-
-
 def files_of_weights(model: PreTrainedModel, max_shard_size: str) -> int:
     """Return how many files the weights are saved in."""
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -320,20 +295,52 @@ def describe(model: PreTrainedModel, wanted: Wanted, conversion: Conversion, bes
 
 
 def write(
-    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, chosen: Any, beside: Any
-) -> dict[str, Any]:
+    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, chosen: ChosenPlan | None,
+    processors: Iterable[Any], modules: SentenceModel | None,
+) -> dict[str, Any]:  # fmt: skip
     """Write model, tokenizer, plan, licence and card; return where the plan lies."""
     from ..atomic_io import write_text
     from ..cards import CARD_FILE, conversion_card
 
+    if modules is not None:
+        modules.save(model, wanted.output)
     model.save_pretrained(wanted.output, max_shard_size=wanted.max_shard_size)
-    for processor in beside:
-        processor.save_pretrained(wanted.output)
-    said = {} if chosen is None else save_beside(chosen, wanted.output)
-    if conversion.base.licence is not None:
-        shutil.copyfile(conversion.base.licence, wanted.output / conversion.base.licence.name)
+    said = write_beside(wanted.output, wanted, conversion, chosen, processors, modules)
     write_text(wanted.output / CARD_FILE, str(conversion_card(conversion, name_in_card(wanted.output))))
     return said | {"card": str(wanted.output / CARD_FILE)}
+
+
+def write_beside(
+    folder: Path, wanted: Wanted, conversion: Conversion, chosen: ChosenPlan | None, processors: Iterable[Any],
+    modules: SentenceModel | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Write what lies beside a model and its card; return where the plan lies."""
+    from ..sentence_models import keep_pair_files
+
+    for processor in processors:
+        processor.save_pretrained(folder)
+    said = {} if chosen is None else save_beside(chosen, folder)
+    if conversion.base.licence is not None:
+        shutil.copyfile(conversion.base.licence, folder / conversion.base.licence.name)
+    if modules is None:
+        keep_pair_files("model", wanted.model, folder)
+    return said
+
+
+def files_beside(
+    model: PreTrainedModel, wanted: Wanted, conversion: Conversion, chosen: ChosenPlan | None,
+    processors: Iterable[Any], modules: SentenceModel | None,
+) -> list[str]:  # fmt: skip
+    """Return the names of what `write` writes but for the weights; they are found by writing it to nowhere."""
+    with TemporaryDirectory() as nowhere:
+        folder = Path(nowhere)
+        if modules is not None:
+            modules.save(None, folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        write_beside(folder, wanted, conversion, chosen, processors, modules)
+        names = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    return [*CONFIGS, *sorted(names.difference(CONFIGS))]
 
 
 def name_in_card(output: Path) -> str:

@@ -170,7 +170,7 @@ def check_positions(model: PreTrainedModel, window: int, options: ComparisonOpti
     """Raise `OptionError` for a length or window beyond the positions of a model, or those of its mechanisms."""
     limit, longest, shortest = position_limit(model), max(options.lengths), min(options.lengths)
     require("lengths", shortest, shortest >= 1, "at least 1")
-    require("lengths", longest, window >= 2, "2 or more where max_length is absent, which windows of text then have")
+    require("lengths", longest, window >= 2, "2 or more where max_length is absent: windows of text are as long then")
     require("lengths", longest, limit is None or longest <= limit, f"1 to {limit}, the positions of {whose}")
     require("max_length", window, limit is None or window <= limit, f"2 to {limit}, the positions of {whose}")
 

@@ -155,6 +155,7 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         is_trainable: whether adapters and mechanisms are to be trained on.
 
     Raises:
+        OptionError: path is no path.
         CheckpointError: the folder cannot be read, is no adapter of this library, or belongs to another model.
         PatchError: the model is patched otherwise, or has adapters of PEFT already.
         HfLinattnError: as `patch_model` raises, for a model that cannot be patched so. After any of these the model

@@ -240,6 +240,7 @@ REFUSED = {
     ("missing.json",): "plan='missing.json' cannot be read",
     ("linear", "--lengths", "16,65"): "lengths must be 1 to 64, the positions of the model, got 65",
     ("linear", "--max-length", "65"): "max_length must be 2 to 64, the positions of the model, got 65",
+    ("perfomer", "--model", "nothing"): "did you mean performer",
     ("linear", "--lengths", "1"): "lengths must be 2 or more where max_length is absent",
     ("linear", "--lengths", "a"): "lengths must be numbers",
     ("linear", "--limit-minutes", "0"): "limit_minutes must be a number of minutes above 0 and at most 1.5e+08, got 0",

@@ -69,7 +69,7 @@ def test_a_dry_run_announces_what_is_written_then_and_writes_nothing(original, t
     announced = json.loads(answer(*arguments, "--dry-run", "--json"))
     shown = answer(*arguments, "--dry-run")
     assert list(tmp_path.iterdir()) == [] and not announced.pop("written")
-    done = json.loads(answer(*arguments, "--json"))
+    done, files = json.loads(answer(*arguments, "--json")), announced.pop("files")
     assert done.pop("written") and done.pop("card") == str(tmp_path / "out" / "README.md")
     assert done["calibration"].pop("seconds") > 0 and done["calibration"].pop("layers") == 1
     assert done["calibration"].pop("taken") in (0, 1) and announced == done
@@ -77,8 +77,8 @@ def test_a_dry_run_announces_what_is_written_then_and_writes_nothing(original, t
     saved = load_file(tmp_path / "out" / "model.safetensors").values()
     assert sum(tensor.nbytes for tensor in saved) == announced["weight_bytes"]
     named = shown.split("to be written to")[1].partition(": ")[2].splitlines()[0]
-    files = [file.partition(" (")[0] for file in named.split(", ")]
-    assert sorted(files) == sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert [file.partition(" (")[0] for file in named.split(", ")] == ["model.safetensors", *files]
+    assert sorted(["model.safetensors", *files]) == sorted(file.name for file in (tmp_path / "out").iterdir())
     for part in ("hybrid(window_size=8, num_sink_tokens=1)", "softmax", "nothing was written", "calibrated on 192"):
         assert part in shown, part
     keys_and_values = 2 * 2 * make_model("gpt2").config.n_embd * 40 * 4  # of two layers, in float32

@@ -119,7 +119,10 @@ def test_a_cross_encoder_is_the_classifier_that_its_folder_holds(folder, tmp_pat
     options = tmp_path / "rows.jsonl", "--text_pair_column", "title", "--json"
     found, plain = (json.loads(answer("eval", tmp_path / name, *options)) for name in ("model", "head"))
     assert found.pop("model") != plain.pop("model") and found == plain and "pearson" in found
-    answer("convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear")
+    convert = "convert", tmp_path / "model", tmp_path / "out", "--mechanism", "linear"
+    announced = json.loads(answer(*convert, "--json", "--dry-run"))["files"]
+    answer(*convert)
+    assert sorted([*announced, "model.safetensors"]) == sorted(file.name for file in (tmp_path / "out").iterdir())
     converted, pairs = CrossEncoder(str(tmp_path / "out"), device="cpu"), [(TEXTS[4], "w7"), (TEXTS[3], "w6 w8")]
     hf_linattn.patch_model(judge, "linear")
     assert hf_linattn.is_patched(converted)
