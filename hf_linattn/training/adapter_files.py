@@ -167,7 +167,6 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], is_traina
         >>> model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")  # doctest: +SKIP
         >>> model = load_adapter(model, "runs/mine/adapter")  # doctest: +SKIP
     """
-    root_model(model)  # or the error says what is given in its place
     require("path", path, isinstance(path, str | os.PathLike), "a folder, or a name on the Hub")
     if isinstance(model, PeftModel) or has_adapters(model):
         raise PatchError(
@@ -237,7 +236,7 @@ def _predicts_next_tokens(model: nn.Module) -> bool:
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into a model."""
-    return any(isinstance(part, ADAPTED) for part in model.modules())
+    return isinstance(model, nn.Module) and any(isinstance(part, ADAPTED) for part in model.modules())
 
 
 def _give_back(model: Any, before: tuple[bool, Mapping[nn.Parameter, bool]] | None) -> None:

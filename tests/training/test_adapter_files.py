@@ -189,6 +189,8 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
         load_adapter(patch_model(original(), "linear"), folder)
     with pytest.raises(PatchError, match="is patched otherwise"):
         PeftModel.from_pretrained(patch_model(original(), "linear"), folder)
+    with pytest.raises(UnsupportedModelError, match=r"model must be a transformers PreTrainedModel .*, got NoneType"):
+        load_adapter(None, folder)
     state = load_file(folder / "adapter_model.safetensors")
     save_file(dict(list(state.items())[1:]), folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="belongs to another model: the adapter has no 'base_model"):
@@ -201,8 +203,6 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path):
         load_adapter(original(), tmp_path / "plain")
     with pytest.raises(OptionError, match="path must be a folder, or a name on the Hub, got None"):
         load_adapter(original(), None)
-    with pytest.raises(UnsupportedModelError, match=r"model must be a transformers PreTrainedModel .*, got NoneType"):
-        load_adapter(None, folder)
 
 
 def changed_config(folder: Path, **changes) -> Path:
