@@ -13,32 +13,32 @@ from benchmarks.tables.markdown import count, number, table, weights_said
 
 NEEDLES = ("single_noise", "single_text", "single_uuid")
 UNTRAINED = "nothing trained"
+WHERE = ("processor", "dtype", "threads")  # columns of times
 
 
 def heads_speed_parts(document: Document) -> list[str]:
-    """Return time and bytes of a plan beside softmax, a row for each precision and number of threads."""
+    """Return time and bytes of a plan beside softmax, a row for each processor, precision and number of threads."""
     rows = []
     for run in document["runs"]:
-        source, prompt, token = run["provenance"], run["prompt"], run["token"]
+        prompt, token = run["prompt"], run["token"]
         rows.append(
             [
-                source["dtype"], source["threads"], f"{token['share']:.1%}", number(prompt["ratio"]),
+                *_where(run), f"{token['share']:.1%}", number(prompt["ratio"]),
                 number(token["ratio"]["softmax"]), number(token["ratio"]["softmax, keys copied"]),
             ]
         )  # fmt: skip
     run = document["runs"][0]
     prompt, token = (run[name]["tokens"] for name in ("prompt", "token"))
-    clock = "time of the process on the processor" if run["clock"] == "processor" else "time"
     heads = len(run["exact_heads"])
     what = (
         f"{run['model']} with {heads} key/value heads exact, the others in windows of"
-        f" {run['window']['window_size']} tokens with {run['window']['num_sink_tokens']} first ones, on"
-        f" {run['provenance']['device']}. Attention of all layers beside softmax: {clock}, as a ratio; the cache after"
-        f" {count(token)} tokens as a share of softmax's bytes."
+        f" {run['window']['window_size']} tokens with {run['window']['num_sink_tokens']} first ones. Attention of all"
+        f" layers beside softmax: time, as a ratio; the cache after {count(token)} tokens as a share of softmax's"
+        f" bytes.{_clocks(document)}"
         f"{weights_said(run['model'], *_dtypes(document))}"
     )
     head = [
-        "dtype", "threads", "cache", f"prompt of {count(prompt)}", f"a token after {count(token)}",
+        *WHERE, "cache", f"prompt of {count(prompt)}", f"a token after {count(token)}",
         "the same, beside a cache that copies all keys",
     ]  # fmt: skip
     return [what, table(head, rows)]
@@ -48,12 +48,11 @@ def whole_model_section(document: Document) -> str:
     """Return what a whole model takes with such a plan and with softmax: a prompt, a token after it, and the cache."""
     rows = []
     for run in document["runs"]:
-        source = run["provenance"]
         for row in run["whole_model"]:
             prompt, token, cache = row["prompt_seconds"], row["seconds_per_token"], row["bytes"]
             rows.append(
                 [
-                    count(row["tokens"]), source["dtype"], source["threads"],
+                    count(row["tokens"]), *_where(run),
                     *(f"{number(x['plan'])} s, softmax {number(x['softmax'])} s" for x in (prompt, token)),
                     *(f"{x['softmax'] / x['plan']:.2f}x" for x in (prompt, token)),
                     f"{cache['plan'] / 1e6:.1f} MB, softmax {cache['softmax'] / 1e6:.1f} MB",
@@ -62,11 +61,21 @@ def whole_model_section(document: Document) -> str:
     run = document["runs"][0]
     what = (
         f"{run['model']} with {len(run['exact_heads'])} key/value heads exact and windows of"
-        f" {run['window']['window_size']} tokens elsewhere, on {run['provenance']['device']}."
+        f" {run['window']['window_size']} tokens elsewhere.{_clocks(document)}"
         f"{weights_said(run['model'], *_dtypes(document))}"
     )
-    head = ["tokens", "dtype", "threads", "reading them", "one more token", "reading", "token", "cache"]
+    head = ["tokens", *WHERE, "reading them", "one more token", "reading", "token", "cache"]
     return f"{what}\n\n" + table(head, rows)
+
+
+def _where(run: Document) -> list[object]:
+    return [run["provenance"][name] for name in ("device", "dtype", "threads")]
+
+
+def _clocks(document: Document) -> str:
+    """Say which rows have the processor's time, where they are not all."""
+    threads = {run["provenance"]["threads"] for run in document["runs"] if run["clock"] == "processor"}
+    return " With one thread, time is the processor's for the process." if threads == {1} else ""
 
 
 def _dtypes(document: Document) -> list[str]:

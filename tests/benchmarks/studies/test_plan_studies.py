@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.result_files import HARD_KEYS_FILE, RESULTS, read
+from benchmarks.result_files import HARD_KEYS_FILE, HEADS_FILE, RESULTS, read
 from benchmarks.studies import choose_plan, equal_bytes, hard_key_plans, hard_keys, plan_grid
 from benchmarks.tables.heads import (
     NEEDLES,
@@ -21,9 +21,11 @@ from benchmarks.tables.heads import (
     equal_bytes_table,
     hard_key_plans_parts,
     heads_recall_parts,
+    heads_speed_parts,
     plan_grid_parts,
     recall_suite_table,
     recovered_plans_parts,
+    whole_model_section,
 )
 from hf_linattn.chosen_plan import ChosenPlan, PlanRecord
 from hf_linattn.config import make_config
@@ -46,6 +48,18 @@ def test_both_precisions_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
             for name in hard_keys.WINDOWS:
                 times = row[name]["median"], row[f"{name}, hard keys"]["median"]
                 assert row[f"{name}, hard keys"]["share"] == pytest.approx(times[0] / times[1])
+
+
+@pytest.mark.parametrize("parts", [heads_speed_parts, lambda document: [whole_model_section(document)]])
+def test_every_time_is_said_with_its_processor(parts):
+    runs = read(RESULTS / HEADS_FILE)["runs"]
+    runs = [{**run, "provenance": run["provenance"] | {"device": f"CPU {n}"}} for n, run in enumerate(runs)]
+    what, *table = "\n".join(parts({"runs": runs})).splitlines()
+    assert "CPU" not in what
+    for number, run in enumerate(runs):
+        source = run["provenance"]
+        cells = f"| CPU {number} | {source['dtype']} | {source['threads']} |"
+        assert any(cells in line for line in table)
 
 
 WINDOWED = {"mechanism": "streaming", "options": choose_plan.WINDOW}
