@@ -54,17 +54,20 @@ from hf_linattn.plan_search.slope import slope
 from hf_linattn.report import save_plan_picture
 
 WINDOW = {"window_size": 256, "num_sink_tokens": 4}
-KEEP, FEWER, SEEDS = 9, 5, (0, 1, 2)
+KEEP, FEWER, MORE, SEEDS = 9, 5, 22, (0, 1, 2)
 TASKS, LENGTHS, LENGTH = ("single_noise", "single_text", "single_uuid"), (1024, 2048, 4096), 2048
 LONG_LENGTH, FEWER_ROWS = 8192, 4  # of text: rows this many times as long, this many times fewer
 CHOICE = {"lengths": (1024,)}  # of `choose_plan`
+DEFAULT = f"prompts of {LENGTH:,}"
 FEWEST, LONGER_WINDOW = 4, {**WINDOW, "window_size": 512}
 FEWEST_HEADS = f"{FEWEST} heads, windows of {LONGER_WINDOW['window_size']}"
 COMMAND = "benchmarks.studies.choose_plan"
 CAREFUL = {"num_prompts": 2, "rounds": KEEP, "lengths": (LENGTH,), "signal": "both"}  # and longer rows of text
 CAREFUL_HEADS = f"{KEEP} heads by recall and text, a round each"
 FIRST_HEADS, EXCHANGED = f"{KEEP} heads, seed 0", "one exchanged by hand"
-GIVEN, TAKEN = [17, 0], {FIRST_HEADS: [17, 1], CAREFUL_HEADS: [15, 2]}  # heads of SmolLM2-135M
+GIVEN, TAKEN = [17, 0], {FIRST_HEADS: [17, 1], CAREFUL_HEADS: [15, 2]}  # heads of SmolLM2-135M, as those below
+UUID_HEADS = f"{KEEP} heads by UUIDs alone"
+FOR_UUIDS = [[7, 2], [8, 0], [18, 2], [20, 1], [20, 2], [21, 2], [22, 1], [23, 0], [23, 2]]  # exchanged, one by one
 FAR = {"num_prompts": 2, "lengths": (LONG_LENGTH - 128,), "tasks": TASKS[:2]}  # with room for the answers
 FAR_HEADS = f"{KEEP} heads, prompts of {LONG_LENGTH - 128:,}"
 PROMPTS_SEED = 2000  # of the prompts that count; the method was chosen on others
@@ -73,7 +76,7 @@ TEXT_LENGTH, TEXT_ROWS = 1024, 4  # of the validation books, for plans by text a
 MEMORY_LENGTH = 4096
 
 Plan = Any
-FEWER_HEADS, EQUAL_BYTES = f"{FEWER} heads", "windows of equal bytes"
+FEWER_HEADS, MORE_HEADS, EQUAL_BYTES = f"{FEWER} heads", f"{MORE} heads", "windows of equal bytes"
 WINDOWS_ALONE = ("windows alone", {"streaming": WINDOW})
 
 
@@ -210,9 +213,14 @@ def other_plans(study: Study, first: ChosenPlan) -> Iterator[tuple[str, Plan]]:
     record = first.record
     heads = all_heads(record)
     yield FEWER_HEADS, first.keeping(steepest(record, FEWER))
+    yield MORE_HEADS, first.keeping(steepest(record, MORE))
+    if all(head in heads for head in FOR_UUIDS):
+        yield UUID_HEADS, first.keeping(FOR_UUIDS)
     for seed in SEEDS[1:]:
         yield f"{KEEP} heads, seed {seed}", study.choose(f"seed {seed}", seed=seed)
-    yield f"{KEEP} heads, prompts of {LENGTH:,}", study.choose(f"prompts of {LENGTH:,}", seed=0, lengths=(LENGTH,))
+    for seed in SEEDS:
+        chosen = f"{DEFAULT}, seed {seed}"
+        yield f"{KEEP} heads, {chosen}", study.choose(chosen, seed=seed, lengths=None)
     text = [{"input_ids": row} for row in study.rows("validation", TEXT_LENGTH, TEXT_ROWS)]
     yield f"{KEEP} heads by divergence on text", study.choose("text", signal="divergence", batches=text)
     by_loss = study.keep("heads by loss", str(KEEP), lambda: heads_by_loss(study.model, text))

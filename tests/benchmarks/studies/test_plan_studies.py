@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.result_files import HARD_KEYS_FILE, HEADS_FILE, RESULTS, read
+from benchmarks.result_files import CHOSEN_PLAN_FILE, HARD_KEYS_FILE, HEADS_FILE, RESULTS, read
 from benchmarks.studies import choose_plan, equal_bytes, hard_key_plans, hard_keys, plan_grid
 from benchmarks.tables.heads import (
     NEEDLES,
@@ -128,6 +128,21 @@ class Asked:
     def keep(self, group, name, measure):
         """Needs a model, as the heads by loss of text do."""
         return [0] * choose_plan.KEEP
+
+
+def test_every_plan_that_was_measured_is_one_of_the_study(tmp_path, monkeypatch):
+    asked, found = Asked(), read(RESULTS / CHOSEN_PLAN_FILE)
+    asked.choose = lambda name, **options: ChosenPlan.from_json(json.dumps(found["choices"][name]))
+    monkeypatch.setattr(choose_plan, "Study", lambda *given: asked)
+    choose_plan.main("model", tmp_path, output=tmp_path / "results.json", dtype="float32")
+    plans = {name: plan for (name, _), plan in asked.plans.items()}
+    measured = {key.split(" | ")[0] for group in ("recall", "perplexity") for key in found[group]}
+    assert measured <= set(plans)
+    assert plans[choose_plan.MORE_HEADS].record.num_kept == choose_plan.MORE
+    assert plans[choose_plan.UUID_HEADS].record.kept == choose_plan.FOR_UUIDS
+    defaults = [plans[f"9 heads, prompts of 2,048, seed {seed}"].record for seed in choose_plan.SEEDS]
+    assert [record.options["lengths"] for record in defaults] == [None] * 3
+    assert [record.seed for record in defaults] == [0, 1, 2]
 
 
 def test_a_text_is_read_again_where_it_had_other_rows(tmp_path):
